@@ -1,0 +1,37 @@
+# Each target sets up what it needs: `make demo` and `make test` work on a fresh clone.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+DEMO   ?= out/demo
+
+export TORCHAO_FORCE_SKIP_LOADING_SO_FILES ?= 1
+
+.PHONY: install demo test check format clean wheelhouse
+
+install: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "fp8parity needs Python 3.11 or newer, this is " + sys.version)'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[train,mlflow,tensorboard,tokenizers,test,lint]'
+	touch $(STAMP)
+
+demo: $(STAMP)
+	$(BIN)/fp8parity run recipes/demo_cpu.yaml --out $(DEMO) --any-verdict
+
+test: $(STAMP)
+	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+check: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) out build dist

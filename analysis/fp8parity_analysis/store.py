@@ -1,0 +1,216 @@
+"""One directory per run: append while running, Parquet and a manifest at the end. The disk is the truth.
+
+`RunWriter` needs no torch and no Lightning, so any training loop can write a run that `judge` and `report` read.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import pandas as pd
+
+from fp8parity_analysis import schema
+from fp8parity_analysis.errors import BadInputError
+
+
+def write_json(path: Path, document: Mapping[str, Any]) -> None:
+    """Write JSON through a temporary name and a rename, so that a reader never sees half a file."""
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        with temporary.open("w", encoding="utf-8") as handle:
+            json.dump(document, handle, indent=1, sort_keys=False, allow_nan=True)
+            handle.write("\n")
+            handle.flush()
+            os.fsync(handle.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object; `BadInputError` names the file when it is missing, unreadable or no object."""
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise BadInputError(f"{path}: cannot be read ({error.strerror or error})") from error
+    except ValueError as error:
+        raise BadInputError(f"{path}: is not JSON ({error}); was it written by fp8parity?") from error
+    if not isinstance(document, dict):
+        raise BadInputError(f"{path}: holds a {type(document).__name__}, expected an object")
+    return document
+
+
+def read_stream(path: Path, columns: Iterable[str]) -> pd.DataFrame:
+    """Read a JSON-lines stream into a table; a last line cut off by a kill is dropped, any other is an error."""
+    names = list(columns)
+    if not path.exists():
+        return pd.DataFrame(columns=names)
+    rows = []
+    lines = path.read_text(encoding="utf-8").split("\n")
+    for number, line in enumerate(lines, start=1):
+        if not line:
+            continue
+        try:
+            rows.append(json.loads(line))
+        except ValueError as error:
+            if number == len(lines):  # no newline followed: the writer was killed in mid-line
+                break
+            raise BadInputError(f"{path}:{number}: is not JSON ({error})") from error
+    return pd.DataFrame.from_records(rows, columns=names)
+
+
+class _Stream:
+    """An append-only JSON-lines file that can be cut back to a step."""
+
+    def __init__(self, path: Path, columns: tuple[str, ...], resume_step: int) -> None:
+        self.path = path
+        self._columns = columns
+        self._cut(resume_step)
+        self._handle: IO[str] = path.open("a", encoding="utf-8")
+
+    def _cut(self, resume_step: int) -> None:
+        if not self.path.exists():
+            return
+        kept = [row for row in _complete_rows(self.path) if row["step"] <= resume_step]
+        temporary = self.path.with_name(self.path.name + ".tmp")
+        temporary.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
+        os.replace(temporary, self.path)
+
+    def append(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        for row in rows:
+            if set(row) != set(self._columns):
+                raise ValueError(f"{self.path.name}: a row has keys {sorted(row)}, expected {sorted(self._columns)}")
+            self._handle.write(json.dumps({name: row[name] for name in self._columns}) + "\n")
+        self._handle.flush()
+
+    def close(self) -> None:
+        self._handle.close()
+
+
+def _complete_rows(path: Path) -> list[dict[str, Any]]:
+    text = path.read_text(encoding="utf-8")
+    whole = text[: text.rfind("\n") + 1]
+    return [json.loads(line) for line in whole.splitlines() if line]
+
+
+class RunWriter:
+    """Writes the curves of one run: `append_*` while it trains, `finish` once at its end.
+
+    `resume_step` is the optimizer step training continues from: later rows, left by a killed process, are cut
+    off first, so no step stands twice. Rows must carry exactly the columns of `schema.CURVE_COLUMNS` or
+    `schema.EVAL_COLUMNS`. Losses may be NaN or infinite. Errors: `OSError` when the disk is full or read-only.
+    """
+
+    def __init__(self, run_dir: Path, *, resume_step: int = 0) -> None:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        self.run_dir = run_dir
+        self._curve = _Stream(run_dir / schema.CURVE_STREAM, schema.CURVE_COLUMNS, resume_step)
+        self._evals = _Stream(run_dir / schema.EVAL_STREAM, schema.EVAL_COLUMNS, resume_step)
+
+    def append_curve(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Append and flush rows of `schema.CURVE_COLUMNS`, one per optimizer step."""
+        self._curve.append(rows)
+
+    def append_evals(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Append and flush rows of `schema.EVAL_COLUMNS`."""
+        self._evals.append(rows)
+
+    def finish(self, manifest: Mapping[str, Any]) -> None:
+        """Write the Parquet files, then the manifest by rename: after it the run counts as ended."""
+        missing = sorted(set(schema.MANIFEST_KEYS) ^ set(manifest))
+        if missing:
+            raise ValueError(f"manifest keys differ from the schema in {missing}")
+        self.close()
+        for stream, target, columns in (
+            (schema.CURVE_STREAM, schema.CURVE_FILE, schema.CURVE_COLUMNS),
+            (schema.EVAL_STREAM, schema.EVAL_FILE, schema.EVAL_COLUMNS),
+        ):
+            table = read_stream(self.run_dir / stream, columns)
+            temporary = self.run_dir / (target + ".tmp")
+            table.to_parquet(temporary, index=False)
+            os.replace(temporary, self.run_dir / target)
+        write_json(self.run_dir / schema.MANIFEST_FILE, manifest)
+
+    def close(self) -> None:
+        """Close the streams; the run stays resumable."""
+        self._curve.close()
+        self._evals.close()
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """One stored run. `spec` is `spec.json`; `manifest` is None while the run is unfinished.
+
+    `curve` has `schema.CURVE_COLUMNS`, `evals` has `schema.EVAL_COLUMNS`.
+    """
+
+    path: Path
+    spec: dict[str, Any]
+    manifest: dict[str, Any] | None
+    curve: pd.DataFrame
+    evals: pd.DataFrame
+
+    @property
+    def run_id(self) -> str:
+        """The run's content-addressed name."""
+        return str(self.spec["run_id"])
+
+
+def _table(run_dir: Path, parquet: str, stream: str, columns: tuple[str, ...], *, finished: bool) -> pd.DataFrame:
+    if not finished:
+        return read_stream(run_dir / stream, columns)
+    path = run_dir / parquet
+    try:
+        table = pd.read_parquet(path)
+    except (OSError, ValueError) as error:
+        raise BadInputError(f"{path}: cannot be read ({error}); delete {run_dir} and run again") from error
+    missing = [name for name in columns if name not in table.columns]
+    if missing:
+        raise BadInputError(f"{path}: lacks the columns {missing}")
+    return table
+
+
+def read_run(run_dir: Path) -> RunRecord:
+    """Read one run directory, finished or not; `BadInputError` names the file that is missing or broken."""
+    spec = read_json(run_dir / schema.SPEC_FILE)
+    missing = [key for key in schema.SPEC_KEYS if key not in spec]
+    if missing:
+        raise BadInputError(f"{run_dir / schema.SPEC_FILE}: lacks the keys {missing}")
+    if spec["schema_version"] != schema.SCHEMA_VERSION:
+        raise BadInputError(
+            f"{run_dir / schema.SPEC_FILE}: schema_version {spec['schema_version']}, this program reads "
+            f"{schema.SCHEMA_VERSION}; use the fp8parity that wrote it"
+        )
+    finished = (run_dir / schema.MANIFEST_FILE).exists()
+    return RunRecord(
+        path=run_dir,
+        spec=spec,
+        manifest=read_json(run_dir / schema.MANIFEST_FILE) if finished else None,
+        curve=_table(run_dir, schema.CURVE_FILE, schema.CURVE_STREAM, schema.CURVE_COLUMNS, finished=finished),
+        evals=_table(run_dir, schema.EVAL_FILE, schema.EVAL_STREAM, schema.EVAL_COLUMNS, finished=finished),
+    )
+
+
+def find_run_dirs(directory: Path) -> list[Path]:
+    """Return the run directories at or below `directory` (itself, its `runs/*`, or its children), sorted."""
+    if not directory.is_dir():
+        raise BadInputError(f"{directory}: is not a directory")
+    if (directory / schema.SPEC_FILE).exists():
+        return [directory]
+    for pattern in (f"{schema.RUNS_DIR}/*/{schema.SPEC_FILE}", f"*/{schema.SPEC_FILE}"):
+        found = sorted(path.parent for path in directory.glob(pattern))
+        if found:
+            return found
+    raise BadInputError(
+        f"{directory}: holds no run (no {schema.SPEC_FILE} in it, in {schema.RUNS_DIR}/* or in its folders)"
+    )
+
+
+def read_runs(directory: Path) -> list[RunRecord]:
+    """Read every run at or below `directory`, in order of path."""
+    return [read_run(path) for path in find_run_dirs(directory)]

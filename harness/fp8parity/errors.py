@@ -1,0 +1,25 @@
+"""The exceptions that reach the command line, each with its exit code and a one-line reason."""
+
+from __future__ import annotations
+
+EXIT_DIVERGED = 20
+EXIT_USAGE = 64
+EXIT_INTERRUPTED = 75
+
+
+class Fp8ParityError(Exception):
+    """A failure the user can act on; the message names the place and the remedy, and no traceback is shown."""
+
+    exit_code: int = 1
+
+
+class UsageError(Fp8ParityError):
+    """Bad input or usage: a recipe file, a path, an option, an unsupported combination."""
+
+    exit_code = EXIT_USAGE
+
+
+class InterruptedRunError(Fp8ParityError):
+    """Stopped from outside or by a full disk; the same command run again resumes."""
+
+    exit_code = EXIT_INTERRUPTED
