@@ -1,0 +1,243 @@
+"""What one training run is: frozen, fully resolved, and hashed into its name. Imports no torch.
+
+Two runs with equal `RunSpec` are the same run; two runs that differ only in `precision` (and in `replica`) are a
+pair. Everything that can change a number belongs here; what cannot (checkpoint cadence, slots) does not.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+
+from fp8parity.presets import PRESETS, preset_fields
+
+SPEC_VERSION = 1
+"""Part of the hash; raised by hand when a field's meaning changes."""
+
+FP8_DIM_MULTIPLE = 16
+"""`torch._scaled_mm` needs both sides of the second operand and the contraction to be multiples of 16
+(torch/_meta_registrations.py, `_check_scaled_mm_sizes`)."""
+
+
+def _no_bool(value: Any) -> Any:
+    # YAML 1.1 reads on/off/yes/no as booleans, and a boolean would silently count as 0 or 1.
+    if isinstance(value, bool):
+        raise ValueError(f"expected a number, got the boolean {str(value).lower()} (YAML reads on/off/yes/no so)")
+    return value
+
+
+Int = Annotated[int, BeforeValidator(_no_bool)]
+Float = Annotated[float, BeforeValidator(_no_bool)]
+PositiveInt = Annotated[int, BeforeValidator(_no_bool), Field(ge=1)]
+NonNegativeInt = Annotated[int, BeforeValidator(_no_bool), Field(ge=0)]
+PositiveFloat = Annotated[float, BeforeValidator(_no_bool), Field(gt=0, allow_inf_nan=False)]
+NonNegativeFloat = Annotated[float, BeforeValidator(_no_bool), Field(ge=0, allow_inf_nan=False)]
+
+Compute = Literal["bf16-mixed", "bf16-true"]
+Compile = Literal["off", "blocks"]
+Device = Literal["auto", "cpu", "cuda"]
+RecipeName = Literal["bf16", "tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise", "blockwise_requant"]
+Backend = Literal["torchao_float8", "torchao_blockwise", "reference"]
+ReplicaKind = Literal["none", "rerun", "reorder", "jitter"]
+
+
+class Frozen(BaseModel):
+    """A record that cannot be changed and refuses unknown keys."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class ModelSpec(Frozen):
+    """A Llama-style decoder. `preset` fills the sizes; any size given beside it wins."""
+
+    preset: str = Field("custom", description="Named sizes: " + ", ".join(PRESETS) + "; or custom.")
+    dim: PositiveInt = Field(description="Width of the residual stream.")
+    n_layers: PositiveInt = Field(description="Number of decoder blocks.")
+    n_heads: PositiveInt = Field(description="Query heads; `dim` must be divisible by it.")
+    n_kv_heads: PositiveInt = Field(description="Key/value heads (grouped-query attention); divides n_heads.")
+    ffn_dim: PositiveInt = Field(description="Inner width of the SwiGLU feed-forward.")
+    vocab_size: PositiveInt | None = Field(
+        None, description="Rows of the embedding; default: the data's vocabulary rounded up to a multiple of 16."
+    )
+    tied_head: bool = Field(False, description="Use the embedding as output head.")
+    fused_qkv: bool = Field(False, description="One linear for q, k and v instead of three.")
+    fused_gate_up: bool = Field(False, description="One linear for gate and up instead of two.")
+    rope_theta: PositiveFloat = Field(10_000.0, description="Base of the rotary position embedding.")
+    norm_eps: PositiveFloat = Field(1e-5, description="Epsilon of RMSNorm.")
+    init_std: PositiveFloat = Field(
+        0.02, description="Standard deviation of the initial weights; residual projections get init_std/sqrt(2 L)."
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_preset(cls, values: Any) -> Any:
+        if isinstance(values, dict) and values.get("preset", "custom") != "custom":
+            return {**preset_fields(str(values["preset"])), **values}
+        return values
+
+    @model_validator(mode="after")
+    def _heads_fit(self) -> ModelSpec:
+        if self.dim % self.n_heads:
+            raise ValueError(f"dim {self.dim} is not divisible by n_heads {self.n_heads}")
+        if (self.dim // self.n_heads) % 2:
+            raise ValueError(f"head width {self.dim // self.n_heads} is odd; rotary embedding needs an even one")
+        if self.n_heads % self.n_kv_heads:
+            raise ValueError(f"n_heads {self.n_heads} is not divisible by n_kv_heads {self.n_kv_heads}")
+        return self
+
+    @property
+    def label(self) -> str:
+        """Short name for run names and reports."""
+        return self.preset if self.preset != "custom" else f"d{self.dim}l{self.n_layers}"
+
+    def resolve_vocab(self, data_vocab: int) -> int:
+        """Return the number of embedding rows for data with `data_vocab` token ids; `ValueError` if too few."""
+        if self.vocab_size is None:
+            return -(-data_vocab // FP8_DIM_MULTIPLE) * FP8_DIM_MULTIPLE
+        if self.vocab_size < data_vocab:
+            raise ValueError(
+                f"vocab_size {self.vocab_size} is smaller than the data's vocabulary {data_vocab}; "
+                f"write vocab_size: {-(-data_vocab // FP8_DIM_MULTIPLE) * FP8_DIM_MULTIPLE} or leave it out"
+            )
+        return self.vocab_size
+
+
+class DataSpec(Frozen):
+    """Where tokens come from: the interpreter's own Python sources, or a packed token file."""
+
+    source: Literal["python-sources", "bin"] = Field("python-sources", description="Kind of token source.")
+    path: str | None = Field(None, description="The .bin file (source: bin), relative to the recipe file.")
+    sha256: str | None = Field(None, description="Expected digest of the .bin file; checked before training.")
+    scope: Literal["stdlib", "environment"] = Field(
+        "stdlib", description="python-sources: the standard library, or every installed package as well."
+    )
+    max_mib: PositiveFloat | None = Field(None, description="python-sources: stop after about this many MiB.")
+    held_out_fraction: Annotated[float, BeforeValidator(_no_bool), Field(gt=0, lt=0.5)] = Field(
+        0.05, description="Share of the files (python-sources) or of the tokens (a .bin without splits) held out."
+    )
+
+    @model_validator(mode="after")
+    def _path_when_needed(self) -> DataSpec:
+        if self.source == "bin" and self.path is None:
+            raise ValueError("source: bin needs path: FILE.bin (make one with `fp8parity data pack`)")
+        if self.source == "python-sources" and (self.path is not None or self.sha256 is not None):
+            raise ValueError("path and sha256 belong to source: bin")
+        return self
+
+
+class OptimSpec(Frozen):
+    """AdamW with clipping and a schedule, equal in both arms."""
+
+    lr: PositiveFloat = Field(description="Peak learning rate.")
+    beta1: Annotated[float, BeforeValidator(_no_bool), Field(ge=0, lt=1)] = Field(0.9, description="AdamW beta1.")
+    beta2: Annotated[float, BeforeValidator(_no_bool), Field(ge=0, lt=1)] = Field(0.95, description="AdamW beta2.")
+    eps: PositiveFloat = Field(1e-8, description="AdamW epsilon.")
+    weight_decay: NonNegativeFloat = Field(0.1, description="Decay of the matrices; norms are not decayed.")
+    clip_norm: PositiveFloat | None = Field(1.0, description="Global gradient norm is clipped to this; null: off.")
+    schedule: Literal["cosine", "wsd", "constant"] = Field("cosine", description="Shape after the warm-up.")
+    warmup_steps: NonNegativeInt = Field(0, description="Linear warm-up, in optimizer steps.")
+    min_lr_ratio: Annotated[float, BeforeValidator(_no_bool), Field(ge=0, le=1)] = Field(
+        0.1, description="Final learning rate as a share of the peak."
+    )
+    decay_fraction: Annotated[float, BeforeValidator(_no_bool), Field(gt=0, le=1)] = Field(
+        0.2, description="wsd: share of the steps that the final linear decay takes."
+    )
+    fused: bool = Field(True, description="Fused optimizer kernels.")
+
+
+class TrainSpec(Frozen):
+    """Steps, batch, compute dtype and evaluation, equal in both arms."""
+
+    steps: PositiveInt = Field(description="Optimizer steps.")
+    batch_size: PositiveInt = Field(description="Sequences per optimizer step.")
+    accumulate: PositiveInt = Field(1, description="Micro-batches per optimizer step; divides batch_size.")
+    context: PositiveInt = Field(description="Tokens per sequence.")
+    compute: Compute = Field(
+        "bf16-mixed", description="bf16-mixed: fp32 master weights, bf16 compute. bf16-true: bf16 weights."
+    )
+    compile: Compile = Field("off", description="off, or blocks: torch.compile each decoder block.")
+    activation_checkpointing: bool = Field(False, description="Recompute each block in the backward pass.")
+    eval_every: PositiveInt = Field(description="Optimizer steps between held-out evaluations; the last step too.")
+    eval_sequences: PositiveInt = Field(64, description="Sequences of the fixed held-out set.")
+    device: Device = Field("auto", description="auto: cuda where there is one, else cpu.")
+    threads: PositiveInt = Field(1, description="CPU threads of one run; changes the order of sums, so it is hashed.")
+
+    @field_validator("compile", mode="before")
+    @classmethod
+    def _yaml_off(cls, value: Any) -> Any:
+        # YAML 1.1 turns a bare `off` into False.
+        return {False: "off", True: "on"}[value] if isinstance(value, bool) else value
+
+    @model_validator(mode="after")
+    def _accumulate_divides(self) -> TrainSpec:
+        if self.batch_size % self.accumulate:
+            raise ValueError(f"batch_size {self.batch_size} is not divisible by accumulate {self.accumulate}")
+        if self.eval_every > self.steps:
+            raise ValueError(f"eval_every {self.eval_every} is larger than steps {self.steps}: nothing to compare")
+        return self
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of one optimizer step."""
+        return self.batch_size * self.context
+
+    @property
+    def tokens_per_micro_batch(self) -> int:
+        """Rows M of each linear's GEMM."""
+        return self.batch_size // self.accumulate * self.context
+
+
+class PrecisionSpec(Frozen):
+    """How the linears compute: the only section in which the two arms of a pair differ."""
+
+    recipe: RecipeName = Field(description="bf16, or the FP8 precision recipe (torchao's names).")
+    backend: Backend = Field("torchao_float8", description="What executes the FP8 GEMMs; never chosen silently.")
+    weight_cast_source: Literal["compute", "master"] = Field(
+        "compute", description="The FP8 weight cast reads the bf16 copy (as FSDP2, Megatron, TE) or the fp32 master."
+    )
+    unit: Literal["gemm", "linear", "block"] = Field(
+        "gemm", description="What keep_first/keep_last count; linears that read the same input are one gemm."
+    )
+    keep_first: NonNegativeInt = Field(0, description="How many units at the start stay in BF16.")
+    keep_last: NonNegativeInt = Field(0, description="How many units at the end stay in BF16.")
+    include: tuple[str, ...] = Field((), description="Only these FQNs may be FP8: globs, or re:REGEX. Empty: all.")
+    exclude: tuple[str, ...] = Field((), description="These FQNs stay in BF16: globs, or re:REGEX.")
+    convert_head: bool = Field(False, description="Let the output head be FP8 too, and count it.")
+
+    @property
+    def is_bf16(self) -> bool:
+        """Whether this is the control's precision."""
+        return self.recipe == "bf16"
+
+
+class RunSpec(Frozen):
+    """One training run, complete: what `run_id` hashes."""
+
+    model: ModelSpec
+    data: DataSpec
+    optim: OptimSpec
+    train: TrainSpec
+    precision: PrecisionSpec
+    seed: NonNegativeInt
+    replica: NonNegativeInt = 0
+    replica_kind: ReplicaKind = "none"
+
+    @model_validator(mode="after")
+    def _warmup_fits(self) -> RunSpec:
+        if self.optim.warmup_steps >= self.train.steps:
+            raise ValueError(
+                f"optim.warmup_steps {self.optim.warmup_steps} is not below train.steps {self.train.steps}"
+            )
+        return self
+
+    def canonical(self) -> dict[str, Any]:
+        """Return the spec as plain JSON values with every default written out."""
+        return self.model_dump(mode="json")
+
+    def hash(self) -> str:
+        """Return the sha256 of the canonical JSON and the spec version, in hex."""
+        text = json.dumps({"spec_version": SPEC_VERSION, **self.canonical()}, sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()
