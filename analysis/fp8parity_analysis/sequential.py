@@ -1,0 +1,63 @@
+"""Looking more than once: declared looks with a split error rate, and an e-process valid at any look."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from scipy.special import ndtr, ndtri
+
+from fp8parity_analysis.gap import FloatArray
+from fp8parity_analysis.paired import Estimate, paired_t
+
+PRIOR_VARIANCE = 1.0
+"""Variance g of the normal prior on (gap / sd) in the t e-process."""
+
+
+def look_alphas(looks: tuple[int, ...], alpha: float, spending: str) -> tuple[float, ...]:
+    """Return the one-sided size of each declared look; they add up to at most `alpha` (union bound).
+
+    `bonferroni` gives alpha / L each; `obrien_fleming` the increments of Lan and DeMets' (1983) function
+    2 - 2 Phi(z_(alpha/2) / sqrt(fraction of seeds)).
+    """
+    if spending == "bonferroni":
+        return tuple(alpha / len(looks) for _ in looks)
+    edge = ndtri(1.0 - alpha / 2.0)
+    spent = [2.0 * float(ndtr(-edge / math.sqrt(look / looks[-1]))) for look in looks]
+    return tuple(now - before for now, before in zip(spent, [0.0, *spent], strict=False))
+
+
+def current_look(n_seeds: int, looks: tuple[int, ...]) -> int | None:
+    """Return the index of the last declared look that `n_seeds` seeds reach, or None before the first."""
+    reached = [index for index, look in enumerate(looks) if look <= n_seeds]
+    return reached[-1] if reached else None
+
+
+def log_e_value(t: FloatArray, n: int, prior_variance: float = PRIOR_VARIANCE) -> FloatArray:
+    """Return ln of the t e-process at `n` seeds for t-statistics `t` [R].
+
+    Right-Haar prior on sigma, N(0, g) on gap / sigma (Wang and Ramdas 2023, arXiv 2310.03722):
+    -ln(1+ng)/2 + (n/2) [ln(1 + t^2/(n-1)) - ln(1 + t^2/((n-1)(1+ng)))]. Reject at E >= 1/alpha.
+    """
+    grown = 1.0 + n * prior_variance
+    x = np.asarray(t, dtype=np.float64) ** 2 / (n - 1)
+    return np.asarray(-0.5 * np.log(grown) + 0.5 * n * (np.log1p(x) - np.log1p(x / grown)), dtype=np.float64)
+
+
+def anytime_t(gap: FloatArray, alpha: float, prior_variance: float = PRIOR_VARIANCE) -> Estimate:
+    """Return the confidence sequence at n seeds of `gap` [R, n], the e-process inverted: holds at any stopping.
+
+    The p-values of the result are not anytime-valid; its bounds are. Unbounded while n is too small.
+    """
+    plain = paired_t(gap, alpha)
+    n = gap.shape[-1]
+    if n < 2:
+        return plain
+    grown = 1.0 + n * prior_variance
+    power = math.exp((2.0 / n) * (math.log(1.0 / alpha) + 0.5 * math.log(grown)))
+    if power >= grown:
+        infinite = np.full(plain.gap.shape, np.inf)
+        return Estimate(plain.gap, plain.se, -infinite, infinite, plain.df, alpha)
+    limit = math.sqrt((n - 1) * (power - 1.0) / (1.0 - power / grown))
+    half = limit * plain.se
+    return Estimate(plain.gap, plain.se, plain.gap - half, plain.gap + half, plain.df, alpha)

@@ -1,0 +1,124 @@
+"""Did the curves part anywhere? Exact permutation tests of the maximum over the evaluation grid.
+
+Label permutation among test pairs and matched null pairs (Nichols and Holmes 2002), or sign flips of the test
+pairs where there is no null. One-sided: a test arm that is worse somewhere.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import combinations, product
+from math import comb
+
+import numpy as np
+
+from fp8parity_analysis.gap import FloatArray
+
+DRAWS = 999
+SATURATION = 0.9
+"""Share of its plateau that the null's spread must have reached before the test uses an evaluation."""
+SIGN_FLIP_MIN_SEEDS = 5
+_TIE = 1e-10
+
+
+@dataclass(frozen=True)
+class TrajectoryTest:
+    """`p` of the maximum over the grid; `first` is the first grid index above the critical value at `alpha`, or None."""
+
+    p: float
+    first: int | None
+    kind: str
+    n_units: int
+
+
+def burn_in(null: FloatArray) -> int:
+    """Return the first index at which the spread of `null` [u, K] reaches 90 % of its plateau.
+
+    The plateau is the median spread over the second half. Before that, rounding noise that saturates faster
+    than the null's would be taken for an effect.
+    """
+    spread = np.sqrt(np.mean(null**2, axis=0))
+    plateau = float(np.median(spread[len(spread) // 2 :]))
+    return int(np.argmax(spread >= SATURATION * plateau))
+
+
+def label_permutation(
+    test: FloatArray, null: FloatArray, rng: np.random.Generator, *, alpha: float = 0.05, draws: int = DRAWS
+) -> TrajectoryTest:
+    """Test `test` [n, K] against `null` [m, K], both on the grid after burn-in, without NaN.
+
+    Under the null hypothesis the pairs are exchangeable and sign-symmetric. Statistic: max over k of the signed
+    sum over the labelled units of d / rms, rms over all units. All labellings when they are few, else `draws`.
+    """
+    units = np.concatenate([_in_canonical_order(test), _in_canonical_order(null)])
+    rms = np.sqrt(np.mean(units**2, axis=0))
+    scaled = units / np.where(rms > 0, rms, 1.0)
+    labels = _labellings(len(test), len(units), rng, draws)
+    sums = labels @ scaled
+    return _maximum_test(sums, alpha, "label permutation", len(units), exact=_is_exact(len(test), len(units), draws))
+
+
+def sign_flip(
+    test: FloatArray, rng: np.random.Generator, *, alpha: float = 0.05, draws: int = DRAWS
+) -> TrajectoryTest:
+    """Test `test` [n, K], n >= 5, without NaN, by the maximum over k of the one-sample t under sign flips."""
+    ordered = _in_canonical_order(test)
+    n = len(ordered)
+    exact = 2**n <= draws + 1
+    signs = _all_signs(n) if exact else _random_signs(n, rng, draws)
+    squares = (ordered**2).sum(axis=0)
+    means = signs @ ordered / n
+    variance = np.maximum(squares - n * means**2, 1e-24 * squares) / (n - 1)
+    t = np.where(squares > 0, means / np.sqrt(np.where(squares > 0, variance, 1.0) / n), 0.0)
+    return _maximum_test(t, alpha, "sign flip", n, exact=exact)
+
+
+def _in_canonical_order(units: FloatArray) -> FloatArray:
+    """Sort the units by their values, so that renaming seeds cannot change a sampled p-value."""
+    return units[np.lexsort(units.T[::-1])]
+
+
+def _maximum_test(
+    statistics: FloatArray, alpha: float, kind: str, n_units: int, *, exact: bool
+) -> TrajectoryTest:
+    """Row 0 of `statistics` [B, K] is the observed labelling."""
+    maxima = statistics.max(axis=1)
+    slack = _TIE * max(1.0, abs(float(maxima[0])))
+    others = maxima if exact else maxima[1:]
+    hits = int(np.count_nonzero(others >= maxima[0] - slack))
+    p = hits / len(maxima) if exact else (1 + hits) / len(maxima)
+    critical = np.sort(maxima)[::-1][min(len(maxima) - 1, int(alpha * len(maxima)))]
+    above = np.flatnonzero(statistics[0] > critical + slack)
+    first = int(above[0]) if p <= alpha and len(above) else None
+    return TrajectoryTest(p=p, first=first, kind=kind, n_units=n_units)
+
+
+def _is_exact(n: int, n_units: int, draws: int) -> bool:
+    return comb(n_units, n) * 2**n <= draws + 1
+
+
+def _labellings(n: int, n_units: int, rng: np.random.Generator, draws: int) -> FloatArray:
+    """Return signed labels [B, n_units], the observed one first: n entries of +-1, the rest 0."""
+    if _is_exact(n, n_units, draws):
+        rows = []
+        for chosen in combinations(range(n_units), n):
+            for signs in product((1.0, -1.0), repeat=n):
+                row = np.zeros(n_units)
+                row[list(chosen)] = signs
+                rows.append(row)
+        return np.array(rows)
+    keys = rng.random((draws + 1, n_units))
+    limit = np.partition(keys, n - 1, axis=1)[:, n - 1 : n]
+    labels = np.where(keys <= limit, _random_signs(n_units, rng, draws), 0.0)
+    labels[0] = np.arange(n_units) < n
+    return np.asarray(labels, dtype=np.float64)
+
+
+def _all_signs(n: int) -> FloatArray:
+    return np.array(list(product((1.0, -1.0), repeat=n)))
+
+
+def _random_signs(n: int, rng: np.random.Generator, draws: int) -> FloatArray:
+    signs = 2.0 * rng.integers(0, 2, size=(draws + 1, n)) - 1.0
+    signs[0] = 1.0
+    return np.asarray(signs, dtype=np.float64)
