@@ -52,9 +52,23 @@ TRAIN = "train"
 EVAL_BF16 = "bf16"
 EVAL_ARM = "arm"
 
-SPEC_KEYS = ("schema_version", "run_id", "study", "group", "arm", "role", "seed", "replica", "replica_kind", "spec")
+SPEC_KEYS = (
+    "schema_version",
+    "run_id",
+    "study",
+    "group",
+    "arm",
+    "role",
+    "seed",
+    "replica",
+    "replica_kind",
+    "data_path",
+    "checkpoint_every",
+    "spec",
+)
 """Keys of `spec.json`. `group` names the cell without its precision; `role` is `control`, `test` or `null`;
-`spec` is the canonical RunSpec, the only part that is hashed into `run_id`."""
+`data_path` leads from the run directory to the token file; `spec` is the canonical RunSpec, the only part that is
+hashed into `run_id`."""
 
 MANIFEST_KEYS = (
     "schema_version",

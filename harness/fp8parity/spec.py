@@ -158,6 +158,11 @@ class TrainSpec(Frozen):
     compute: Compute = Field(
         "bf16-mixed", description="bf16-mixed: fp32 master weights, bf16 compute. bf16-true: bf16 weights."
     )
+    bf16_gemm: Literal["native", "fp32_accumulate"] = Field(
+        "native",
+        description="native: torch's bf16 kernels. fp32_accumulate: bf16 operands summed in fp32, rounded once; for "
+        "CPUs without bf16 instructions, where it is many times faster.",
+    )
     compile: Compile = Field("off", description="off, or blocks: torch.compile each decoder block.")
     activation_checkpointing: bool = Field(False, description="Recompute each block in the backward pass.")
     eval_every: PositiveInt = Field(description="Optimizer steps between held-out evaluations; the last step too.")

@@ -1,0 +1,313 @@
+"""From a recipe file to the runs: axes expanded, controls shared, everything checked before any training.
+
+A pure function of the file. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from fp8parity_analysis.schema import SCHEMA_VERSION
+from pydantic import ValidationError
+
+from fp8parity import layer_policy
+from fp8parity.errors import UsageError
+from fp8parity.recipe_file import (
+    CriteriaSpec,
+    Problems,
+    RecipeFile,
+    RuntimeSpec,
+    base_sections,
+    explain,
+    parse,
+    run_spec,
+    set_dotted,
+)
+from fp8parity.shapes import linear_shapes, shape_problems
+from fp8parity.spec import ModelSpec, PrecisionSpec, RunSpec
+from fp8parity.yaml_marks import KeyPath, MarkedYaml, load
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """One run of the matrix with the labels that place it in a comparison."""
+
+    run_id: str
+    group: str
+    arm: str
+    role: str
+    spec: RunSpec
+
+    def to_json(self, study: str, data_path: str, checkpoint_every: int) -> dict[str, Any]:
+        """Return the document that becomes `spec.json`; `data_path` is relative to the run directory."""
+        return {
+            "schema_version": SCHEMA_VERSION,
+            "run_id": self.run_id,
+            "study": study,
+            "group": self.group,
+            "arm": self.arm,
+            "role": self.role,
+            "seed": self.spec.seed,
+            "replica": self.spec.replica,
+            "replica_kind": self.spec.replica_kind,
+            "data_path": data_path,
+            "checkpoint_every": checkpoint_every,
+            "spec": self.spec.canonical(),
+        }
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """The study: its runs in launch order (controls first, seeds breadth-first), criteria and runtime settings."""
+
+    name: str
+    description: str
+    runs: tuple[PlannedRun, ...]
+    criteria: CriteriaSpec
+    runtime: RuntimeSpec
+    recipe_path: Path
+
+    @property
+    def pairs(self) -> int:
+        """Number of (test, control) pairs."""
+        return sum(run.role == "test" for run in self.runs)
+
+
+@dataclass(frozen=True)
+class _Cell:
+    """One combination of axis values: the sections of a run, and where in the file each override stands."""
+
+    sections: dict[str, dict[str, Any]]
+    overrides: tuple[tuple[str, Any], ...]
+    origins: Mapping[str, KeyPath]
+
+
+def _cells(recipe: RecipeFile) -> list[_Cell]:
+    keys = list(recipe.axes)
+    cells = []
+    for indices in itertools.product(*(range(len(recipe.axes[key])) for key in keys)):
+        chosen = {key: recipe.axes[key][i] for key, i in zip(keys, indices, strict=True)}
+        if any(all(chosen.get(k) == v for k, v in drop.items()) for drop in recipe.exclude):
+            continue
+        origins: dict[str, KeyPath] = {key: ("axes", key, i) for key, i in zip(keys, indices, strict=True)}
+        cells.append(_cell(recipe, chosen, origins))
+    for index, extra in enumerate(recipe.include):
+        cells.append(_cell(recipe, dict(extra), {key: ("include", index, key) for key in extra}))
+    return cells
+
+
+def _cell(recipe: RecipeFile, chosen: Mapping[str, Any], origins: Mapping[str, KeyPath]) -> _Cell:
+    sections = base_sections(recipe)
+    for key, value in chosen.items():
+        set_dotted(sections, key, value)
+    return _Cell(sections, tuple(chosen.items()), origins)
+
+
+def _place(cell: _Cell, loc: Sequence[str | int]) -> KeyPath:
+    """Return where in the file a field of a cell was set."""
+    dotted = ".".join(str(part) for part in loc[:2])
+    if dotted in cell.origins:
+        return cell.origins[dotted]
+    if dotted in ("precision.keep_first", "precision.keep_last") and "precision.keep" in cell.origins:
+        return cell.origins["precision.keep"]
+    return ("base", *loc)
+
+
+def _validated(cell: _Cell, seed: int, problems: Problems) -> RunSpec | None:
+    try:
+        return run_spec(cell.sections, seed, 0, "none")
+    except ValidationError as error:
+        for item in error.errors():
+            problems.add(_place(cell, item["loc"]), explain(item, RunSpec))
+        return None
+
+
+def _control_of(recipe: RecipeFile, spec: RunSpec) -> RunSpec:
+    """Return the pair's other arm: the same run with the control's precision, all its other keys at defaults."""
+    sections: dict[str, dict[str, Any]] = {}
+    for key, value in recipe.control.items():
+        set_dotted(sections, key, value)
+    precision = PrecisionSpec.model_validate(sections["precision"])
+    return spec.model_copy(update={"precision": precision})
+
+
+@lru_cache(maxsize=64)
+def _shapes(model: ModelSpec, vocab_rows: int) -> tuple[Any, ...]:
+    return linear_shapes(model, vocab_rows)
+
+
+def preflight(spec: RunSpec, vocab_rows: int) -> list[tuple[tuple[str, str], str]]:
+    """Return what would make this run fail or not be FP8, as ((section, key), message), before any training."""
+    shapes = _shapes(spec.model, vocab_rows)
+    try:
+        plan = layer_policy.resolve(shapes, spec.precision)
+    except UsageError as error:
+        key = str(error).partition(":")[0].partition(" ")[0].removeprefix("precision.")
+        return [(("precision", key), str(error))]
+    if spec.precision.is_bf16:
+        return []
+    found: list[tuple[tuple[str, str], str]] = []
+    fp8 = set(plan.fp8_fqns)
+    for shape in shapes:
+        if shape.fqn in fp8:
+            tokens = spec.train.tokens_per_micro_batch
+            problems = shape_problems(shape, tokens, spec.precision.recipe, spec.precision.backend)
+            found += [(("precision", "recipe"), str(p)) for p in problems]
+    return found
+
+
+def vocab_rows(spec: RunSpec, recipe_dir: Path) -> int:
+    """Return the embedding rows, from the data's side file if it exists; `UsageError` when vocabularies clash."""
+    from fp8parity.data import BYTE_VOCAB, read_meta
+
+    data_vocab = BYTE_VOCAB
+    if spec.data.source == "bin":
+        data_vocab = read_meta(resolve_data_path(spec, recipe_dir)).vocab_size
+    try:
+        return spec.model.resolve_vocab(data_vocab)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+
+
+def resolve_data_path(spec: RunSpec, recipe_dir: Path) -> Path:
+    """Return the token file of a `source: bin` spec; relative paths are relative to the recipe file."""
+    assert spec.data.path is not None
+    return recipe_dir / spec.data.path
+
+
+def _varying(specs: Iterable[RunSpec], *, precision: bool) -> list[tuple[str, str]]:
+    """Return the (section, key) whose value differs between the specs, precision's or all others."""
+    seen: dict[tuple[str, str], set[str]] = {}
+    for spec in specs:
+        for section, values in spec.canonical().items():
+            if isinstance(values, dict) and (section == "precision") == precision:
+                for key, value in values.items():
+                    seen.setdefault((section, key), set()).add(repr(value))
+    return [path for path, values in seen.items() if len(values) > 1]
+
+
+def _arm_label(spec: RunSpec, varying: Sequence[tuple[str, str]]) -> str:
+    """Name an FP8 arm: the recipe, `nN` for N GEMMs kept at both ends, and any other key that varies."""
+    values = spec.canonical()["precision"]
+    parts = [values["recipe"]]
+    keys = [key for _, key in varying if key != "recipe"]
+    if {"keep_first", "keep_last"} & set(keys):
+        first, last = values["keep_first"], values["keep_last"]
+        parts.append(f"n{first}" if first == last else f"n{first}_{last}")
+    for key in keys:
+        if key not in ("keep_first", "keep_last"):
+            parts.append(f"{key}={_short(values[key])}")
+    return "-".join(parts)
+
+
+def _group_label(spec: RunSpec, varying: Sequence[tuple[str, str]]) -> str:
+    """Name a cell without its precision: the model, and any other key that varies."""
+    values = spec.canonical()
+    model_keys = set(ModelSpec.model_fields)
+    extra = [(s, k) for s, k in varying if not (s == "model" and k in model_keys and spec.model.preset != "custom")]
+    return "-".join([spec.model.label, *(f"{k}={_short(values[s][k])}" for s, k in extra)])
+
+
+def _short(value: Any) -> str:
+    text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
+    return "".join(c if c.isalnum() or c in "._,-" else "_" for c in text) or "none"
+
+
+def _run(spec: RunSpec, group: str, arm: str, role: str) -> PlannedRun:
+    replica = f"-{spec.replica_kind}{spec.replica}" if spec.replica else ""
+    stem = f"{group}-s{spec.seed}-{'bf16' if role == 'null' else arm}{replica}"
+    return PlannedRun(f"{stem}-{spec.hash()[:8]}", group, arm, role, spec)
+
+
+def _check_cells(
+    recipe: RecipeFile, cells: Sequence[_Cell], recipe_dir: Path, problems: Problems, *, has_tests: bool
+) -> list[RunSpec]:
+    """Validate every cell and run the preflight once per cell; problems are collected, not raised."""
+    valid: list[RunSpec] = []
+    for cell in cells:
+        spec = _validated(cell, recipe.seeds[0], problems)
+        if spec is None:
+            continue
+        try:
+            rows = vocab_rows(spec, recipe_dir)
+        except UsageError as error:
+            key = "vocab_size" if str(error).startswith("vocab_size") else "path"
+            problems.add(_place(cell, ("model" if key == "vocab_size" else "data", key)), str(error))
+            continue
+        if spec.precision.is_bf16 and has_tests:
+            problems.add(
+                _place(cell, ("precision", "recipe")),
+                "bf16 is the control and is added by itself; name FP8 recipes here, and replicas of it under null",
+            )
+        for loc, message in preflight(spec, rows):
+            problems.add(_place(cell, loc), message)
+        valid.append(spec)
+    return valid
+
+
+def expand(recipe: RecipeFile, marked: MarkedYaml) -> Matrix:
+    """Return the matrix of a parsed file; `UsageError` carries every problem of every cell, one per line."""
+    problems = Problems(marked)
+    has_tests = bool(recipe.axes) or bool(recipe.include) or "recipe" in recipe.base.get("precision", {})
+    cells = _cells(recipe) if has_tests else [_cell(recipe, {"precision.recipe": "bf16"}, {})]
+    if not cells:
+        problems.add(("exclude",), "excludes every cell; nothing is left to run")
+    if not has_tests and not recipe.null:
+        problems.add(("null",), "neither an FP8 recipe (axes: precision.recipe) nor a null arm: nothing to compare")
+    valid = _check_cells(recipe, cells, marked.path.parent, problems, has_tests=has_tests)
+    if problems:
+        raise UsageError(str(problems))
+    return Matrix(
+        recipe.name,
+        recipe.description,
+        _ordered_runs(recipe, valid),
+        recipe.criteria,
+        recipe.runtime,
+        marked.path,
+    )
+
+
+def _ordered_runs(recipe: RecipeFile, cells: Sequence[RunSpec]) -> tuple[PlannedRun, ...]:
+    """Return the runs: seed by seed, control before null before tests, each run once."""
+    precision_keys = _varying((s for s in cells if not s.precision.is_bf16), precision=True)
+    group_keys = _varying(cells, precision=False)
+    runs: dict[str, PlannedRun] = {}
+    null_seeds = sorted({s for null in recipe.null for s in (null.seeds or ())} - set(recipe.seeds))
+    for seed in (*recipe.seeds, *null_seeds):
+        for spec in cells:
+            test = spec.model_copy(update={"seed": seed})
+            group = _group_label(spec, group_keys)
+            control = _control_of(recipe, test)
+            planned = [_run(control, group, "bf16", "control"), *_null_runs(recipe, control, group, seed)]
+            if seed in recipe.seeds and not spec.precision.is_bf16:
+                planned.append(_run(test, group, _arm_label(spec, precision_keys), "test"))
+            for run in planned:
+                runs.setdefault(run.run_id, run)
+    order = {"control": 0, "null": 1, "test": 2}
+    seeds = (*recipe.seeds, *null_seeds)
+    return tuple(sorted(runs.values(), key=lambda r: (seeds.index(r.spec.seed), order[r.role])))
+
+
+def _null_runs(recipe: RecipeFile, control: RunSpec, group: str, seed: int) -> list[PlannedRun]:
+    runs = []
+    number = 0
+    for null in recipe.null:
+        for _ in range(null.replicas):
+            number += 1
+            if null.seeds is None or seed in null.seeds:
+                spec = control.model_copy(update={"replica": number, "replica_kind": null.kind})
+                runs.append(_run(spec, group, "bf16_null", "null"))
+    return runs
+
+
+def read(path: Path) -> Matrix:
+    """Read a recipe file; `UsageError` carries every problem of the file, one per line, in file order."""
+    marked = load(path)
+    recipe, problems = parse(marked)
+    if recipe is None:
+        raise UsageError(str(problems))
+    return expand(recipe, marked)

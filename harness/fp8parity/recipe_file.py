@@ -1,0 +1,276 @@
+"""The recipe file: what a user writes. Parsed and checked in one pass; every error has a place and a remedy."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, Field, ValidationError, field_validator
+
+from fp8parity.spec import (
+    DataSpec,
+    Frozen,
+    ModelSpec,
+    NonNegativeInt,
+    OptimSpec,
+    PositiveInt,
+    PrecisionSpec,
+    ReplicaKind,
+    RunSpec,
+    TrainSpec,
+)
+from fp8parity.yaml_marks import KeyPath, MarkedYaml
+
+SECTIONS: dict[str, type[Frozen]] = {
+    "model": ModelSpec,
+    "data": DataSpec,
+    "optim": OptimSpec,
+    "train": TrainSpec,
+    "precision": PrecisionSpec,
+}
+
+
+def parse_fraction(value: Any) -> Any:
+    """Turn '0.25%' into 0.0025; other values pass through for the field's own check."""
+    if isinstance(value, str) and value.strip().endswith("%"):
+        try:
+            return float(value.strip()[:-1]) / 100
+        except ValueError as error:
+            raise ValueError(f"expected a fraction such as 0.0025 or a percentage such as 0.25%, got {value!r}") from error
+    return value
+
+
+Fraction = Annotated[float, BeforeValidator(parse_fraction), Field(gt=0, lt=1)]
+
+
+class NullArm(Frozen):
+    """Replicas of the control under the same seed: the measured noise floor."""
+
+    kind: Literal["rerun", "reorder"] = Field(
+        description="rerun: the same again (a null only where the device does not repeat itself). reorder: the rows "
+        "of each batch permuted."
+    )
+    replicas: PositiveInt = Field(1, description="Null runs per seed.")
+    seeds: tuple[NonNegativeInt, ...] | None = Field(None, description="Default: the study's seeds.")
+
+
+class CriteriaSpec(Frozen):
+    """What is called equal, fixed before the run and digested apart from the runs."""
+
+    margin: Fraction = Field(0.0025, description="Largest gap called equal, as a fraction of the loss, or '0.25%'.")
+    confidence: Annotated[float, Field(gt=0.5, lt=1)] = Field(
+        0.90, description="Confidence of the two-sided interval; 0.90 means two one-sided 5 % tests."
+    )
+    endpoint: Literal["held_out", "train", "final"] = Field("held_out", description="The per-seed summary judged.")
+    eval_precision: Literal["bf16", "arm"] = Field(
+        "bf16", description="Held-out forward: bf16 in every arm, or each arm's own."
+    )
+    null_matched: bool = Field(
+        False, description="Declare the null pairs to have the FP8 pair's own noise, so that they may be pooled."
+    )
+    noise_sd: Fraction | None = Field(None, description="Run-to-run sd known from elsewhere; verdicts are provisional.")
+
+
+class RuntimeSpec(Frozen):
+    """What cannot change a number: not part of a run's identity."""
+
+    checkpoint_every: PositiveInt | None = Field(None, description="Optimizer steps; default: a tenth of the steps.")
+    slots: PositiveInt | None = Field(None, description="Runs at a time; default: cores / train.threads, or GPUs.")
+
+
+class RecipeFile(Frozen):
+    """A recipe file: one base configuration, the axes varied, seeds, null arms and criteria."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")] = Field(description="Name of the study.")
+    description: str = Field("", description="One sentence for the report.")
+    base: dict[str, dict[str, Any]] = Field(description="Sections model, data, optim, train, precision.")
+    axes: dict[str, tuple[Any, ...]] = Field(
+        default_factory=dict, description="Dotted key to a list of values; the matrix is their product."
+    )
+    exclude: tuple[dict[str, Any], ...] = Field((), description="Cells whose dotted keys all have these values: out.")
+    include: tuple[dict[str, Any], ...] = Field((), description="Further cells: dotted keys over the base.")
+    seeds: Annotated[tuple[NonNegativeInt, ...], Field(min_length=1)] = Field(description="Each seed is one pair.")
+    control: dict[str, Any] = Field(
+        default_factory=lambda: {"precision.recipe": "bf16"},
+        description="Dotted precision keys of the control arm.",
+    )
+    null: tuple[NullArm, ...] = Field((), description="Replicas of the control.")
+    criteria: CriteriaSpec = Field(default_factory=CriteriaSpec, description="How the curves are judged.")
+    runtime: RuntimeSpec = Field(default_factory=RuntimeSpec, description="Cadence and slots; no number changes.")
+
+    @field_validator("axes")
+    @classmethod
+    def _no_empty_axis(cls, axes: dict[str, tuple[Any, ...]]) -> dict[str, tuple[Any, ...]]:
+        for key, values in axes.items():
+            if not values:
+                raise ValueError(f"axis {key} is empty; give it at least one value or leave it out")
+        return axes
+
+    @field_validator("seeds")
+    @classmethod
+    def _distinct(cls, seeds: tuple[int, ...]) -> tuple[int, ...]:
+        repeated = sorted({s for s in seeds if seeds.count(s) > 1})
+        if repeated:
+            raise ValueError(f"seeds {repeated} stand twice; a repeated seed is no new evidence")
+        return seeds
+
+
+class Problems:
+    """Collects `file:line: key: message` once each, in order of appearance."""
+
+    def __init__(self, marked: MarkedYaml) -> None:
+        self._marked = marked
+        self._seen: dict[tuple[int, str], None] = {}
+
+    def add(self, path: KeyPath, message: str) -> None:
+        """Add a problem at a key path of the file."""
+        line = self._marked.line(path)
+        key = ".".join(str(part) for part in path)
+        self._seen.setdefault((line, f"{self._marked.path}:{line}: {key}: {message}" if key else message))
+
+    def __bool__(self) -> bool:
+        return bool(self._seen)
+
+    def __str__(self) -> str:
+        """Return all problems, one per line, in file order."""
+        return "\n".join(text for _, text in sorted(self._seen, key=lambda item: item[0]))
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """Return 'did you mean X? known: ...' for a misspelt name."""
+    names = list(known)
+    close = difflib.get_close_matches(word, names, n=1, cutoff=0.6)
+    hint = f"did you mean {close[0]!r}? " if close else ""
+    return f"{hint}known: {', '.join(names)}"
+
+
+def _fields_at(model: type[BaseModel], path: KeyPath) -> list[str]:
+    """Return the field names of the record that `path` (without its last part) leads to."""
+    current: Any = model
+    for part in path:
+        if isinstance(part, int):
+            continue
+        annotation = current.model_fields[part].annotation if part in current.model_fields else None
+        current = next((a for a in _flatten(annotation) if isinstance(a, type) and issubclass(a, BaseModel)), None)
+        if current is None:
+            return []
+    return list(current.model_fields)
+
+
+def _flatten(annotation: Any) -> list[Any]:
+    arguments = getattr(annotation, "__args__", ())
+    return [annotation] if not arguments else [a for part in arguments for a in _flatten(part)]
+
+
+def explain(error: Mapping[str, Any], model: type[BaseModel]) -> str:
+    """Turn one pydantic error into one sentence with the value and the remedy."""
+    kind, path = error["type"], tuple(error["loc"])
+    if kind == "extra_forbidden":
+        return f"unknown key; {nearest(str(path[-1]), _fields_at(model, path[:-1]))}"
+    if kind == "missing":
+        return "is missing; add it"
+    message = str(error["msg"]).removeprefix("Value error, ")
+    message = message[0].lower() + message[1:]
+    shown = repr(error.get("input"))
+    if kind == "literal_error":
+        expected = re.findall(r"'([^']*)'", error["ctx"]["expected"])
+        return f"got {shown}; {nearest(str(error.get('input')), expected)}"
+    return message if kind == "value_error" or len(shown) > 60 else f"{message} (got {shown})"
+
+
+def parse(marked: MarkedYaml) -> tuple[RecipeFile | None, Problems]:
+    """Check the file's own structure; the cells of the matrix are checked by `matrix.expand`."""
+    problems = Problems(marked)
+    values = {"name": marked.path.stem, **marked.values}
+    recipe = None
+    try:
+        recipe = RecipeFile.model_validate(values)
+    except ValidationError as error:
+        for item in error.errors():
+            problems.add(tuple(item["loc"]), explain(item, RecipeFile))
+    _check_keys(marked.values, problems)
+    if problems:
+        _check_base(marked.values.get("base"), problems)
+    return (recipe if not problems else None), problems
+
+
+def _check_keys(values: Mapping[str, Any], problems: Problems) -> None:
+    """Check the names of sections and of dotted keys, which pydantic sees as plain strings."""
+    base = values.get("base")
+    if isinstance(base, Mapping):
+        for section in base:
+            if section not in SECTIONS:
+                problems.add(("base", section), f"unknown section; {nearest(str(section), SECTIONS)}")
+    axes = values.get("axes")
+    if isinstance(axes, Mapping):
+        _check_dotted(axes, ("axes",), problems)
+    for name in ("exclude", "include"):
+        entries = values.get(name)
+        if isinstance(entries, Sequence):
+            for index, entry in enumerate(entries):
+                if isinstance(entry, Mapping):
+                    _check_dotted(entry, (name, index), problems)
+    control = values.get("control")
+    if isinstance(control, Mapping):
+        _check_dotted(control, ("control",), problems)
+        for key in control:
+            if not str(key).startswith("precision."):
+                problems.add(("control", key), "the control differs from its pair in precision only; vary it in axes")
+
+
+def _check_base(base: Any, problems: Problems) -> None:
+    """Check the base by itself when no matrix can be expanded, so that one pass still finds its errors."""
+    for section, model in SECTIONS.items():
+        values = base.get(section) if isinstance(base, Mapping) else None
+        if not isinstance(values, Mapping):
+            continue
+        try:
+            model.model_validate({key: value for key, value in values.items() if key != "keep"})
+        except ValidationError as error:
+            for item in error.errors():
+                if item["type"] != "missing":  # an axis may give it
+                    problems.add(("base", section, *item["loc"]), explain(item, model))
+
+
+def dotted_keys() -> list[str]:
+    """Return every key that an axis may name."""
+    keys = [f"{name}.{field}" for name, section in SECTIONS.items() for field in section.model_fields]
+    return [*keys, "precision.keep"]
+
+
+def _check_dotted(entry: Mapping[Any, Any], path: KeyPath, problems: Problems) -> None:
+    known = dotted_keys()
+    for key in entry:
+        if key not in known:
+            close = difflib.get_close_matches(str(key), known, n=1, cutoff=0.5)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            problems.add((*path, key), f"is no section.key of a run{hint} (such as precision.recipe)")
+
+
+def set_dotted(sections: dict[str, dict[str, Any]], key: str, value: Any) -> None:
+    """Set `section.key` in place; `precision.keep: N` is short for keep_first and keep_last."""
+    section, _, name = key.partition(".")
+    target = sections.setdefault(section, {})
+    if key == "precision.keep":
+        target["keep_first"] = target["keep_last"] = value
+    else:
+        target[name] = value
+
+
+def base_sections(recipe: RecipeFile) -> dict[str, dict[str, Any]]:
+    """Return a fresh copy of the base with `precision.keep` written out."""
+    sections = {name: dict(values) for name, values in recipe.base.items()}
+    precision = sections.setdefault("precision", {})
+    if "keep" in precision:
+        keep = precision.pop("keep")
+        precision.setdefault("keep_first", keep)
+        precision.setdefault("keep_last", keep)
+    return sections
+
+
+def run_spec(sections: Mapping[str, Mapping[str, Any]], seed: int, replica: int, kind: ReplicaKind) -> RunSpec:
+    """Build one run's specification; raises pydantic's `ValidationError`."""
+    sections = {name: sections.get(name, {}) for name in SECTIONS}
+    return RunSpec.model_validate({**sections, "seed": seed, "replica": replica, "replica_kind": kind})
