@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from fp8parity_analysis import gap as gaps
 from fp8parity_analysis.divergence import Growth, growth_of, soft_divergence
-from fp8parity_analysis.gap import BoolArray, FloatArray
 from fp8parity_analysis.paired import Estimate, paired_t
 from fp8parity_analysis.schema import Outcome
 
+if TYPE_CHECKING:
+    from fp8parity_analysis.gap import BoolArray, FloatArray
+
 OutcomeArray = npt.NDArray[np.object_]
+
+_OUTCOMES = np.array(list(Outcome), dtype=object)
+_CODE = {outcome: code for code, outcome in enumerate(Outcome)}
 
 
 @dataclass(frozen=True)
@@ -54,10 +60,10 @@ def decide(claims: Claims, soft: BoolArray, grows: BoolArray) -> OutcomeArray:
         (claims.below_margin, Outcome.NON_INFERIOR),
         (claims.above_zero, Outcome.WORSE_MARGIN_UNRESOLVED),
     ]
-    outcomes = np.full(claims.above_margin.shape, Outcome.INCONCLUSIVE, dtype=object)
+    codes = np.full(claims.above_margin.shape, _CODE[Outcome.INCONCLUSIVE])
     for condition, outcome in reversed(rules):
-        outcomes[condition] = outcome
-    return outcomes
+        codes[condition] = _CODE[outcome]
+    return np.asarray(_OUTCOMES[codes], dtype=object)
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import math
 from dataclasses import asdict, dataclass
@@ -81,7 +82,7 @@ class Criteria:
     @property
     def alpha(self) -> float:
         """Size of each one-sided test before any split over looks."""
-        return (1.0 - self.confidence) / 2.0
+        return round((1.0 - self.confidence) / 2.0, 12)
 
     def digest(self) -> str:
         """Return the SHA-256 of the canonical JSON, in hexadecimal."""
@@ -111,5 +112,5 @@ def _check_range(
 def _check_looks(looks: tuple[int, ...]) -> None:
     if any(isinstance(look, bool) or not isinstance(look, int) or look < 2 for look in looks):
         raise BadInputError(f"looks: {looks!r} must be numbers of seeds of at least 2, such as (3, 5, 8)")
-    if any(later <= earlier for earlier, later in zip(looks, looks[1:], strict=False)):
+    if any(later <= earlier for earlier, later in itertools.pairwise(looks)):
         raise BadInputError(f"looks: {looks!r} must increase, such as (3, 5, 8)")

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
-import pandas as pd
 
+from fp8parity_analysis import schema
+from fp8parity_analysis.errors import BadInputError
 from fp8parity_analysis.schema import Role, Status
-from fp8parity_analysis.store import RunRecord
+from fp8parity_analysis.table import table_runs
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from fp8parity_analysis.store import RunRecord
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 
 UNSTATED_PRECISION = "unstated"
+_NOT_SHARED = ("precision", "seed", "replica", "replica_kind")
 
 
 @dataclass(frozen=True)
@@ -32,7 +39,8 @@ class RunCurve:
     """The curves of one run and everything its pair must share with it.
 
     `evals` maps (split, eval_precision) to a series; `status` is None while the run is unfinished; `identity`
-    holds the dotted settings that a pair must share; `problems` say why the run cannot be judged.
+    holds the dotted settings that a pair must share; `digests` the batch digest by step; `problems` say why the
+    run cannot be judged.
     """
 
     group: str
@@ -47,10 +55,23 @@ class RunCurve:
     first_nonfinite_step: int | None = None
     tokens: int | None = None
     tokens_per_s: float | None = None
-    parameters: int | None = None
+    parameters: float | None = None
     identity: Mapping[str, Any] = field(default_factory=dict)
-    batch_digests: Mapping[int, str] = field(default_factory=dict)
+    digests: Mapping[int, str] = field(default_factory=dict)
     problems: tuple[str, ...] = ()
+
+    @property
+    def last_step(self) -> int:
+        """The last step that any stream of this run has, 0 without any."""
+        streams = [*self.evals.values(), *([self.train] if self.train else [])]
+        return max((int(stream.steps[-1]) for stream in streams if len(stream.steps)), default=0)
+
+    def held_out(self, split: str, precision: str) -> Series | None:
+        """Return the series of `split`, preferring `precision`; unstated precision and a control's BF16 also do."""
+        wanted = [(split, precision), (split, UNSTATED_PRECISION)]
+        if self.role is not Role.TEST:
+            wanted.append((split, schema.EVAL_BF16))
+        return next((self.evals[key] for key in wanted if key in self.evals), None)
 
 
 @dataclass(frozen=True)
@@ -60,12 +81,131 @@ class CurveSet:
     runs: tuple[RunCurve, ...]
     notes: tuple[str, ...] = ()
 
+    def __post_init__(self) -> None:
+        if not any(run.role is Role.CONTROL for run in self.runs):
+            arms = ", ".join(sorted({run.arm for run in self.runs})) or "nothing"
+            raise BadInputError(
+                f"there is no control run: the arms are {arms}; the BF16 arm must be called {schema.CONTROL_ARM!r}"
+            )
+
     @staticmethod
     def from_runs(records: Sequence[RunRecord]) -> CurveSet:
         """Collect stored runs; `BadInputError` when there is no control run."""
-        raise NotImplementedError
+        return CurveSet(tuple(run_of_record(record) for record in records))
 
     @staticmethod
     def from_table(table: pd.DataFrame) -> CurveSet:
-        """Collect a table with `schema.EXTERNAL_COLUMNS`; `BadInputError` names a missing or bad column."""
-        raise NotImplementedError
+        """Collect a table with `schema.EXTERNAL_COLUMNS`.
+
+        `BadInputError` names a missing column, a value that is no number, or a missing control.
+        """
+        streams, notes = table_runs(table)
+        runs: dict[tuple[str, int, int], RunCurve] = {}
+        for stream in streams:
+            key = (stream.arm, stream.seed, stream.replica)
+            runs[key] = _with_stream(runs.get(key) or _external_run(*key, status=stream.status), stream)
+        return CurveSet(tuple(runs.values()), notes)
+
+
+def _external_run(arm: str, seed: int, replica: int, *, status: Status) -> RunCurve:
+    roles = {schema.CONTROL_ARM: Role.CONTROL, schema.NULL_ARM: Role.NULL}
+    label = f"{arm} seed {seed}" + (f" replica {replica}" if replica else "")
+    return RunCurve("", arm, roles.get(arm, Role.TEST), seed, replica, label, evals={}, status=status)
+
+
+def _with_stream(run: RunCurve, stream: Any) -> RunCurve:
+    from dataclasses import replace
+
+    series = Series(stream.steps, stream.loss)
+    problems = run.problems + tuple(f"{run.label}: {text}" for text in stream.problems)
+    status = run.status if run.status is not Status.FINISHED else stream.status
+    if stream.split == schema.TRAIN:
+        return replace(run, train=series, problems=problems, status=status)
+    evals = {**run.evals, (stream.split, stream.eval_precision or UNSTATED_PRECISION): series}
+    return replace(run, evals=evals, problems=problems, status=status)
+
+
+def flatten(document: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield (dotted key, value) of nested mappings."""
+    for key, value in document.items():
+        name = f"{prefix}.{key}" if prefix else str(key)
+        if isinstance(value, Mapping):
+            yield from flatten(value, name)
+        else:
+            yield name, value
+
+
+def run_of_record(record: RunRecord) -> RunCurve:
+    """Return the curves of one stored run with the settings that its pair must share."""
+    spec, manifest = record.spec, record.manifest
+    evals, eval_problems = _eval_series(record)
+    train, train_problems = _train_series(record)
+    model = (manifest or {}).get("model") or {}
+    return RunCurve(
+        group=str(spec["group"]),
+        arm=str(spec["arm"]),
+        role=Role(spec["role"]),
+        seed=int(spec["seed"]),
+        replica=int(spec["replica"]),
+        label=record.run_id,
+        evals=evals,
+        train=train,
+        status=Status(manifest["status"]) if manifest else None,
+        first_nonfinite_step=(manifest or {}).get("first_nonfinite_step"),
+        tokens=_tokens(record),
+        tokens_per_s=(manifest or {}).get("throughput_tokens_per_s"),
+        parameters=model.get("parameters") if isinstance(model, Mapping) else None,
+        identity=_identity(record),
+        digests=_digests(record),
+        problems=tuple(f"{record.run_id}: {text}" for text in eval_problems + train_problems),
+    )
+
+
+def _identity(record: RunRecord) -> dict[str, Any]:
+    shared: dict[str, Any] = {
+        key: value for key, value in record.spec["spec"].items() if key not in _NOT_SHARED
+    }
+    manifest = record.manifest or {}
+    outside: dict[str, Any] = {
+        key: manifest[key] for key in ("data_sha256", "init_digest", "environment") if key in manifest
+    }
+    return dict(flatten({**shared, **outside}))
+
+
+def _digests(record: RunRecord) -> dict[int, str]:
+    rows = record.curve[["step", "batch_digest"]].dropna()
+    return dict(
+        zip(rows["step"].astype(int).tolist(), rows["batch_digest"].astype(str).tolist(), strict=True)
+    )
+
+
+def _tokens(record: RunRecord) -> int | None:
+    if record.manifest and record.manifest.get("tokens") is not None:
+        return int(record.manifest["tokens"])
+    tokens = record.curve["tokens"].dropna()
+    return int(tokens.iloc[-1]) if len(tokens) else None
+
+
+def _eval_series(record: RunRecord) -> tuple[dict[tuple[str, str], Series], list[str]]:
+    series, problems = {}, []
+    for key, rows in record.evals.groupby(["split", "eval_precision"], sort=False):
+        split, precision = str(key[0]), str(key[1])
+        series[(split, precision)], found = _clean(rows["step"], rows["loss"])
+        problems += [f"{split}: {text}" for text in found]
+    return series, problems
+
+
+def _train_series(record: RunRecord) -> tuple[Series | None, list[str]]:
+    if record.curve.empty:
+        return None, []
+    series, problems = _clean(record.curve["step"], record.curve["train_loss"])
+    return series, [f"train: {text}" for text in problems]
+
+
+def _clean(steps: pd.Series[Any], loss: pd.Series[Any]) -> tuple[Series, list[str]]:
+    from fp8parity_analysis.table import sorted_unique
+
+    ordered, values, problems = sorted_unique(
+        steps.to_numpy(dtype=np.int64), loss.to_numpy(dtype=np.float64, na_value=np.nan)
+    )
+    return Series(ordered, values), problems

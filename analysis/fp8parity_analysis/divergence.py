@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from fp8parity_analysis import gap as gaps
-from fp8parity_analysis.gap import BoolArray, FloatArray
 from fp8parity_analysis.paired import mean_p_greater
+
+if TYPE_CHECKING:
+    from fp8parity_analysis.gap import BoolArray, FloatArray
 
 SLOPE_ALPHA = 0.01
 """Size of the one-sided test on the slope of the gap over the last half."""

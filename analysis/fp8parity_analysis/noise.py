@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from scipy.special import chdtri
@@ -13,6 +12,9 @@ from scipy.special import chdtri
 from fp8parity_analysis.gap import FloatArray, stable_sum
 from fp8parity_analysis.paired import sum_of_squares, variance_ratio_interval
 from fp8parity_analysis.planning import detectable_gap
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
 
 
 @dataclass(frozen=True)
@@ -118,7 +120,9 @@ def noise_floor(
     control_run = spread(control_ss, control_df, "pooled sd of control runs within a seed", alpha)
     test_run = spread(test_ss, test_df, "pooled sd of test runs within a seed", alpha)
     n = len(gaps)
-    pair = spread(float(sum_of_squares(gaps)) if n > 1 else 0.0, n - 1, "sample sd of the gap over seeds", alpha)
+    pair = spread(
+        float(sum_of_squares(gaps)) if n > 1 else 0.0, n - 1, "sample sd of the gap over seeds", alpha
+    )
     means = np.array([float(stable_sum(item.endpoint)) / len(item.endpoint) for item in control])
     seeds = spread(
         float(sum_of_squares(means)) if len(means) > 1 else 0.0,

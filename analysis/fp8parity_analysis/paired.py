@@ -147,7 +147,9 @@ def variance_ratio_interval(
     if df < 1 or null_df < 1:
         return float("nan"), 0.0, float("inf")
     if null_variance == 0:
-        return (float("inf"), float("inf"), float("inf")) if variance > 0 else (float("nan"), 0.0, float("inf"))
+        return (
+            (float("inf"), float("inf"), float("inf")) if variance > 0 else (float("nan"), 0.0, float("inf"))
+        )
     ratio = variance / null_variance
     low, high = fdtri(df, null_df, 1.0 - alpha), fdtri(df, null_df, alpha)
     return ratio, ratio / float(low), ratio / float(high)

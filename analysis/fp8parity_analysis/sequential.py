@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 import numpy as np
 from scipy.special import ndtr, ndtri
 
-from fp8parity_analysis.gap import FloatArray
 from fp8parity_analysis.paired import Estimate, paired_t
+
+if TYPE_CHECKING:
+    from fp8parity_analysis.gap import FloatArray
 
 PRIOR_VARIANCE = 1.0
 """Variance g of the normal prior on (gap / sd) in the t e-process."""

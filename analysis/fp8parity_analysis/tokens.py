@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from fp8parity_analysis.gap import FloatArray
+if TYPE_CHECKING:
+    from fp8parity_analysis.gap import FloatArray
 
 CHINCHILLA_E = 1.69
 CHINCHILLA_A, CHINCHILLA_ALPHA = 406.4, 0.34

@@ -9,10 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import combinations, product
 from math import comb
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from fp8parity_analysis.gap import FloatArray
+if TYPE_CHECKING:
+    from fp8parity_analysis.gap import FloatArray
 
 DRAWS = 999
 SATURATION = 0.9
@@ -55,7 +57,9 @@ def label_permutation(
     scaled = units / np.where(rms > 0, rms, 1.0)
     labels = _labellings(len(test), len(units), rng, draws)
     sums = labels @ scaled
-    return _maximum_test(sums, alpha, "label permutation", len(units), exact=_is_exact(len(test), len(units), draws))
+    return _maximum_test(
+        sums, alpha, "label permutation", len(units), exact=_is_exact(len(test), len(units), draws)
+    )
 
 
 def sign_flip(
@@ -94,7 +98,7 @@ def _maximum_test(
 
 
 def _is_exact(n: int, n_units: int, draws: int) -> bool:
-    return comb(n_units, n) * 2**n <= draws + 1
+    return comb(n_units, n) * (1 << n) <= draws + 1
 
 
 def _labellings(n: int, n_units: int, rng: np.random.Generator, draws: int) -> FloatArray:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
@@ -109,11 +109,23 @@ class Judgement:
     contrasts: tuple[Contrast, ...] = ()
     evidence: tuple[Evidence, ...] = ()
     post_hoc: bool = False
+    null_recipes: frozenset[str] = frozenset()
 
     @property
     def gate(self) -> Gate:
-        """The worst gate of the study: pass < inconclusive < fail < invalid."""
-        return max((verdict.gate for verdict in self.verdicts), key=_GATE_ORDER.index, default=Gate.INVALID)
+        """The worst gate of the study: pass < inconclusive < fail < invalid.
+
+        A null arm beside recipes counts only when it fails or is invalid: it is there to measure noise, and a few
+        null pairs are seldom enough for a verdict of their own.
+        """
+        counted = [verdict.gate for verdict in self.verdicts if self._counts(verdict)]
+        return max(counted, key=_GATE_ORDER.index, default=Gate.INVALID)
+
+    def _counts(self, verdict: Verdict) -> bool:
+        only_nulls = all(item.recipe in self.null_recipes for item in self.verdicts)
+        return (
+            only_nulls or verdict.recipe not in self.null_recipes or verdict.gate in (Gate.FAIL, Gate.INVALID)
+        )
 
     @property
     def exit_code(self) -> int:
@@ -150,8 +162,9 @@ def judge(curves: CurveSet, criteria: Criteria, *, post_hoc: bool = False) -> Ju
     """Judge every recipe of `curves` against its control.
 
     Deterministic: permutation tests draw from a generator with a fixed seed. `post_hoc` says that the criteria
-    were changed after the runs started. `BadInputError` when the curves hold no control or not the endpoint.
+    were changed after the runs started. `BadInputError` when the curves hold nothing but control runs or not the
+    declared endpoint.
     """
-    raise NotImplementedError
+    from fp8parity_analysis.study import judge_study
 
-
+    return judge_study(curves, criteria, post_hoc=post_hoc)

@@ -1,0 +1,123 @@
+"""Recipes against each other, paired by seed: the ablation's own question, never "one passes, one fails"."""
+
+from __future__ import annotations
+
+import re
+from itertools import combinations
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from fp8parity_analysis import gap as gaps
+from fp8parity_analysis import paired
+from fp8parity_analysis.verdict import Contrast
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from fp8parity_analysis.criteria import Criteria
+    from fp8parity_analysis.gap import FloatArray
+    from fp8parity_analysis.judging import Judged
+    from fp8parity_analysis.pairing import Pairs
+
+_COUNTED = re.compile(r"^(?P<stem>.*?)[-_]?n(?P<value>\d+)$")
+_SIZED = re.compile(r"^(?P<value>\d+(?:\.\d+)?)(?P<unit>[kmb])/(?P<stem>.+)$", re.IGNORECASE)
+_UNITS = {"k": 1e3, "m": 1e6, "b": 1e9}
+
+
+def contrasts_of(judged: Sequence[Judged], criteria: Criteria) -> tuple[Contrast, ...]:
+    """Return all contrasts between comparable recipes of one group, then the trends over ordered axes."""
+    members = [item for item in judged if _comparable(item)]
+    pairwise = [_contrast(a, b, criteria) for a, b in combinations(members, 2) if _group(a) == _group(b)]
+    return (*pairwise, *_trends(members, criteria))
+
+
+def _comparable(item: Judged) -> bool:
+    pairs = item.pairs
+    return not (pairs.arm.null_arm or pairs.invalid or pairs.diverged)
+
+
+def _group(item: Judged) -> str:
+    return next(run.group for runs in item.pairs.arm.test.values() for run in runs)
+
+
+def _contrast(a: Judged, b: Judged, criteria: Criteria) -> Contrast:
+    differences = _endpoint_differences(a.pairs, b.pairs, criteria)
+    return _tested(a.verdict.recipe, b.verdict.recipe, differences, criteria)
+
+
+def _endpoint_differences(a: Pairs, b: Pairs, criteria: Criteria) -> FloatArray:
+    """Return the difference of the two log gaps at the endpoint, one per common seed; the control cancels."""
+    seeds = [seed for seed in a.seeds if seed in b.seeds]
+    steps = np.intersect1d(a.steps, b.steps, assume_unique=True)
+    if not seeds or not len(steps):
+        return np.zeros(0)
+    rows = [[pairs.seeds.index(seed) for seed in seeds] for pairs in (a, b)]
+    columns = [np.searchsorted(pairs.steps, steps) for pairs in (a, b)]
+    difference = a.gap[rows[0]][:, columns[0]] - b.gap[rows[1]][:, columns[1]]
+    count = 1 if criteria.endpoint == "final" else gaps.tail_count(len(steps), criteria.tail_fraction)
+    return gaps.endpoint(difference, count)
+
+
+def _tested(a: str, b: str, values: FloatArray, criteria: Criteria) -> Contrast:
+    known = values[~np.isnan(values)]
+    n = len(known)
+    if n == 0:
+        return Contrast(a, b, None, (None, None), None, 0)
+    estimate = paired.paired_t(known[None], criteria.alpha)
+    gap = float(estimate.gap[0])
+    if n == 1:
+        return Contrast(a, b, gap, (None, None), None, 1)
+    p = min(1.0, 2.0 * float(min(estimate.p_greater()[0], estimate.p_less()[0])))
+    return Contrast(a, b, gap, (float(estimate.lo[0]), float(estimate.hi[0])), p, n)
+
+
+def _trends(members: Sequence[Judged], criteria: Criteria) -> Iterator[Contrast]:
+    """Yield a trend per declared axis, per family of names that end in a count, and per recipe over model sizes."""
+    by_name = {item.verdict.recipe: item for item in members}
+    declared = [(value, by_name[name]) for name, value in criteria.trend if name in by_name]
+    if declared:
+        yield from _trend("declared axis", declared, criteria)
+    for axis, families in (("n", _by_count(members)), ("ln(size)", _by_size(members))):
+        for family in families.values():
+            yield from _trend(axis, family, criteria)
+
+
+def _by_count(members: Sequence[Judged]) -> dict[str, list[tuple[float, Judged]]]:
+    families: dict[str, list[tuple[float, Judged]]] = {}
+    for item in members:
+        match = _COUNTED.match(item.verdict.recipe)
+        if match:
+            families.setdefault(match["stem"], []).append((float(match["value"]), item))
+    return families
+
+
+def _by_size(members: Sequence[Judged]) -> dict[str, list[tuple[float, Judged]]]:
+    families: dict[str, list[tuple[float, Judged]]] = {}
+    for item in members:
+        match = _SIZED.match(item.verdict.recipe)
+        if match:
+            size = float(match["value"]) * _UNITS[match["unit"].lower()]
+            if size > 0:
+                families.setdefault(match["stem"], []).append((float(np.log(size)), item))
+    return families
+
+
+def _trend(axis: str, family: Sequence[tuple[float, Judged]], criteria: Criteria) -> Iterator[Contrast]:
+    """Yield the mean over seeds of the least-squares slope of the endpoint gap on the axis; three values at least."""
+    ordered = sorted(family, key=lambda pair: pair[0])
+    x = np.array([value for value, _ in ordered])
+    seeds = set.intersection(*(set(item.pairs.seeds) for _, item in ordered)) if ordered else set()
+    if len(np.unique(x)) < 3 or not seeds:
+        return
+    ends = np.array([_ends_by_seed(item, sorted(seeds)) for _, item in ordered])
+    centred = x - x.mean()
+    slopes = centred @ ends / (centred @ centred)
+    yield _tested(
+        f"trend over {axis}", ", ".join(item.verdict.recipe for _, item in ordered), slopes, criteria
+    )
+
+
+def _ends_by_seed(item: Judged, seeds: Sequence[int]) -> FloatArray:
+    ends = gaps.endpoint(item.pairs.gap, item.pairs.tail_count)
+    return ends[[item.pairs.seeds.index(seed) for seed in seeds]]

@@ -1,0 +1,155 @@
+"""Which interval a study has earned: paired t, pooled with matched nulls, stated noise, anytime, or none."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from fp8parity_analysis import gap as gaps
+from fp8parity_analysis import noise, paired, planning, sequential
+
+if TYPE_CHECKING:
+    from fp8parity_analysis.criteria import Criteria
+    from fp8parity_analysis.gap import FloatArray
+    from fp8parity_analysis.noise import NoiseFloor
+    from fp8parity_analysis.paired import Estimate
+    from fp8parity_analysis.pairing import Pairs
+
+MIN_NULLS_FOR_ONE_SEED = 4
+"""Degrees of freedom of matched nulls below which one pair gets no interval."""
+WANTED_NULLS_FOR_ONE_SEED = 8
+
+
+@dataclass(frozen=True)
+class Look:
+    """How many seeds a declared look uses and its one-sided size; `waiting_for` is set before the first look."""
+
+    n_seeds: int
+    alpha: float
+    text: str = ""
+    waiting_for: int | None = None
+
+
+@dataclass(frozen=True)
+class Basis:
+    """How the error of the mean gap is known, in words and as the pieces that reproduce it for a subset of seeds."""
+
+    text: str
+    kind: str
+    provisional: bool
+    alpha: float
+    null_ss: float = 0.0
+    null_df: int = 0
+    pair_sd: float = 0.0
+
+    def estimate(self, endpoints: FloatArray) -> Estimate:
+        """Return the estimate for `endpoints` [R, n] on this basis."""
+        if self.kind == "anytime":
+            return sequential.anytime_t(endpoints, self.alpha)
+        if self.kind == "pooled":
+            null_ss = np.full(endpoints.shape[:-1], self.null_ss)
+            return paired.pooled_t(endpoints, null_ss, self.null_df, self.alpha)
+        if self.kind == "stated":
+            return paired.stated_noise(endpoints, self.pair_sd, self.alpha)
+        return paired.paired_t(endpoints, self.alpha)
+
+
+def look_of(n_seeds: int, criteria: Criteria) -> Look:
+    """Return the declared look that `n_seeds` seeds have reached; without declared looks all seeds at full size."""
+    if not criteria.looks:
+        return Look(n_seeds, criteria.alpha)
+    index = sequential.current_look(n_seeds, criteria.looks)
+    if index is None:
+        return Look(n_seeds, criteria.alpha, waiting_for=criteria.looks[0])
+    alpha = sequential.look_alphas(criteria.looks, criteria.alpha, criteria.spending)[index]
+    used = criteria.looks[index]
+    text = f"look {index + 1} of {len(criteria.looks)} (at {used} seeds), one-sided size {alpha:.3g}"
+    if n_seeds > used:
+        text += f"; {n_seeds - used} further seeds wait for the next declared look"
+    return Look(used, alpha, text)
+
+
+def floor_of(pairs: Pairs, endpoints: FloatArray, rows: list[int], alpha: float) -> NoiseFloor:
+    """Return the noise floor of the seeds `rows` with endpoints [n]."""
+    return noise.noise_floor(
+        endpoints, pairs.control_nulls, pairs.test_nulls, runs_per_gap(pairs, rows), alpha
+    )
+
+
+def runs_per_gap(pairs: Pairs, rows: list[int]) -> float:
+    """Return the mean over seeds of 1/r_test + 1/r_control: the variance of a gap in units of a run's."""
+    inverse = 1.0 / pairs.test_runs[rows] + 1.0 / pairs.control_runs[rows]
+    return float(gaps.stable_sum(inverse)) / len(rows) if len(rows) else 2.0
+
+
+def null_units(pairs: Pairs) -> FloatArray:
+    """Return the disjoint null pairs' curves [m, K], of control and test replicas."""
+    curves = [noise.null_curves(replicas) for replicas in (pairs.control_nulls, pairs.test_nulls) if replicas]
+    return np.concatenate(curves) if curves else np.zeros((0, len(pairs.steps)))
+
+
+def basis_of(
+    pairs: Pairs, rows: list[int], floor: NoiseFloor, criteria: Criteria, look: Look
+) -> tuple[Basis, list[str]]:
+    """Return the basis that the declarations allow and the data do not veto, with warnings."""
+    n = len(rows)
+    if criteria.anytime and n >= 2:
+        text = f"anytime-valid t e-process over {n} seeds"
+        return Basis(text, "anytime", provisional=False, alpha=look.alpha), []
+    warnings: list[str] = []
+    if criteria.null_matched and not pairs.arm.null_arm:
+        pooled, warnings = _pooled(pairs, rows, floor, look)
+        if pooled is not None:
+            return pooled, warnings
+    if n >= 2:
+        text = f"paired t over {n} seeds, {n - 1} df"
+        return Basis(text, "paired", provisional=False, alpha=look.alpha), warnings
+    if criteria.noise_sd is not None:
+        sd = criteria.noise_sd * runs_per_gap(pairs, rows) ** 0.5
+        text = f"one pair against a stated run-to-run sd of {100 * criteria.noise_sd:.3g} %"
+        return Basis(text, "stated", provisional=True, alpha=look.alpha, pair_sd=sd), warnings
+    return Basis("one pair, no measure of its noise", "none", provisional=True, alpha=look.alpha), warnings
+
+
+def _pooled(pairs: Pairs, rows: list[int], floor: NoiseFloor, look: Look) -> tuple[Basis | None, list[str]]:
+    n = len(rows)
+    control_ss, control_df = noise.within(pairs.control_nulls)
+    test_ss, test_df = noise.within(pairs.test_nulls)
+    null_df = control_df + test_df
+    if null_df == 0:
+        return None, ["null_matched is declared but there are no null pairs: nothing was pooled"]
+    if n == 1 and null_df < MIN_NULLS_FOR_ONE_SEED:
+        return None, [f"one seed needs at least {MIN_NULLS_FOR_ONE_SEED} null pairs, there are {null_df}"]
+    if control_ss + test_ss == 0:
+        return None, [
+            "the null pairs are bit-identical, so they cannot be the noise of the gap: nothing was pooled"
+        ]
+    if n > 1 and not floor.matched:
+        ratio, low, high = floor.ratio
+        return None, [
+            f"the null pairs are not noise-matched (variance ratio {ratio:.2g}, 90 % interval {low:.2g} to {high:.2g}): "
+            "not pooled, the plain paired t decides"
+        ]
+    warnings = ["assumes matched noise: the variance of the null pairs was pooled as declared"]
+    if n == 1 and null_df < WANTED_NULLS_FOR_ONE_SEED:
+        warnings.append(
+            f"a provisional verdict wants {WANTED_NULLS_FOR_ONE_SEED} or more null pairs, there are {null_df}"
+        )
+    scaled = (control_ss + test_ss) * runs_per_gap(pairs, rows)
+    text = (
+        f"t over {n} seed{'s' if n > 1 else ''} pooled with {null_df} df of null pairs, {n - 1 + null_df} df"
+    )
+    basis = Basis(text, "pooled", provisional=n == 1, alpha=look.alpha, null_ss=scaled, null_df=null_df)
+    return basis, warnings
+
+
+def seed_advice(basis: Basis, estimate: Estimate, n: int, margin: float) -> planning.SeedAdvice:
+    """Return how many seeds would tell the gap from the margin; the default number when the noise is not known."""
+    if basis.kind == "none" or not np.isfinite(estimate.se).all():
+        return planning.SeedAdvice(max(planning.DEFAULT_SEEDS, n + 1), on_the_margin=False)
+    sd = float(estimate.se[0]) * n**0.5
+    return planning.seeds_to_settle(
+        float(estimate.gap[0]), sd, estimate.df, n, margin, alpha=basis.alpha, null_pairs=basis.null_df
+    )

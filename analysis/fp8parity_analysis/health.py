@@ -1,0 +1,103 @@
+"""Whether runs lived: diverged arms, broken baselines and runs that ended early."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from fp8parity_analysis import gap as gaps
+from fp8parity_analysis.curves import RunCurve, Series
+from fp8parity_analysis.schema import Status
+
+if TYPE_CHECKING:
+    from fp8parity_analysis.criteria import Criteria
+
+LENGTH_FRAC = 0.98
+"""A run that ends before this share of the longest one, without having diverged, is truncated."""
+
+Runs = Mapping[int, tuple[RunCurve, ...]]
+
+
+def nonfinite_from(run: RunCurve, criteria: Criteria) -> int | None:
+    """Return the step from which the run's loss is non-finite to its end, or None.
+
+    The training stream gives the step where it exists and agrees; a run whose status is `diverged` but whose
+    logged losses are finite diverged at the first non-finite step of its manifest, or at its last logged step.
+    """
+    chosen = run.held_out(criteria.split, criteria.eval_precision)
+    by_eval, by_train = _stretch(chosen), _stretch(run.train)
+    if by_train is not None and (by_eval is not None or _silent_after(chosen, by_train)):
+        return by_train if by_eval is None else min(by_train, by_eval)
+    if by_eval is not None:
+        return by_eval
+    if run.status is Status.DIVERGED:
+        return run.first_nonfinite_step or run.last_step
+    return None
+
+
+def _stretch(series: Series | None) -> int | None:
+    if series is None or not len(series.loss):
+        return None
+    start = gaps.trailing_start(~np.isfinite(series.loss))
+    return int(series.steps[start]) if start < len(series.loss) else None
+
+
+def _silent_after(series: Series | None, step: int) -> bool:
+    """Whether no evaluation at or after `step` shows a finite loss."""
+    if series is None:
+        return True
+    return not np.any(np.isfinite(series.loss[series.steps >= step]))
+
+
+def diverged_seeds(test: Runs, seeds: Sequence[int], criteria: Criteria) -> dict[int, int]:
+    """Return the seeds with a run that went non-finite and stayed so, with the earliest such step."""
+    found = {}
+    for seed in seeds:
+        steps = [step for run in test[seed] if (step := nonfinite_from(run, criteria)) is not None]
+        if steps:
+            found[seed] = min(steps)
+    return found
+
+
+def broken_controls(test: Runs, control: Runs, seeds: Sequence[int], criteria: Criteria) -> tuple[str, ...]:
+    """Return why the baseline cannot be compared with: control runs that are non-finite at their end."""
+    broken = {
+        seed: step
+        for seed in seeds
+        for run in control[seed]
+        if (step := nonfinite_from(run, criteria)) is not None
+    }
+    if not broken:
+        return ()
+    listed = ", ".join(f"seed {seed} from step {step}" for seed, step in broken.items())
+    both = [seed for seed in diverged_seeds(test, seeds, criteria) if seed in broken]
+    text = (
+        f"the baseline diverged: the control is non-finite to its end ({listed}); nothing is said about FP8"
+    )
+    if both:
+        text += f"; both arms diverged in seeds {', '.join(map(str, both))}: not attributable to FP8"
+    return (text,)
+
+
+def truncated(
+    test: Runs, control: Runs, seeds: Sequence[int], diverged: Mapping[int, int]
+) -> tuple[str, ...]:
+    """Return the runs that end before 98 % of the longest run and more than one evaluation short of it."""
+    runs = [run for seed in seeds for run in (*control[seed], *(test[seed] if seed not in diverged else ()))]
+    longest = max(run.last_step for run in runs)
+    short = [run for run in runs if _is_short(run, longest)]
+    return tuple(f"{run.label} ends at step {run.last_step} of {longest}" for run in short)
+
+
+def _is_short(run: RunCurve, longest: int) -> bool:
+    return run.last_step < LENGTH_FRAC * longest and run.last_step + _cadence(run) <= longest
+
+
+def _cadence(run: RunCurve) -> int:
+    """Return the usual distance between evaluations, 1 where there is a training stream or one evaluation."""
+    if run.train is not None and len(run.train.steps):
+        return 1
+    usual = [int(np.median(np.diff(series.steps))) for series in run.evals.values() if len(series.steps) > 1]
+    return max(usual, default=1)
