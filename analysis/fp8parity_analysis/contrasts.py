@@ -73,7 +73,7 @@ def _tested(a: str, b: str, values: FloatArray, criteria: Criteria) -> Contrast:
 
 
 def _trends(members: Sequence[Judged], criteria: Criteria) -> Iterator[Contrast]:
-    """Yield a trend per declared axis, per family of names that end in a count, and per recipe over model sizes."""
+    """Yield trends over the declared axis, over counts that end recipes' names, and over model sizes."""
     by_name = {item.verdict.recipe: item for item in members}
     declared = [(value, by_name[name]) for name, value in criteria.trend if name in by_name]
     if declared:
@@ -104,7 +104,10 @@ def _by_size(members: Sequence[Judged]) -> dict[str, list[tuple[float, Judged]]]
 
 
 def _trend(axis: str, family: Sequence[tuple[float, Judged]], criteria: Criteria) -> Iterator[Contrast]:
-    """Yield the mean over seeds of the least-squares slope of the endpoint gap on the axis; three values at least."""
+    """Yield the mean over seeds of the least-squares slope of the endpoint gap on the axis.
+
+    Three values at least.
+    """
     ordered = sorted(family, key=lambda pair: pair[0])
     x = np.array([value for value, _ in ordered])
     seeds = set.intersection(*(set(item.pairs.seeds) for _, item in ordered)) if ordered else set()

@@ -1,4 +1,4 @@
-"""The decision, vectorised over replicates: log gaps [R, n, K] in, outcomes [R] out. `judge` is its case R = 1."""
+"""The decision, vectorised over replicates: log gaps [R, n, K] in, outcomes [R] out; `judge` has R = 1."""
 
 from __future__ import annotations
 

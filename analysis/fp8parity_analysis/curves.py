@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,7 +12,7 @@ import numpy.typing as npt
 from fp8parity_analysis import schema
 from fp8parity_analysis.errors import BadInputError
 from fp8parity_analysis.schema import Role, Status
-from fp8parity_analysis.table import table_runs
+from fp8parity_analysis.table import sorted_unique, table_runs
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -28,7 +28,10 @@ _NOT_SHARED = ("precision", "seed", "replica", "replica_kind")
 
 @dataclass(frozen=True)
 class Series:
-    """A loss by step: `steps` int64 [K], strictly increasing; `loss` float64 [K] in nats, may be non-finite."""
+    """A loss by step: `steps` int64 [K], strictly increasing.
+
+    `loss` float64 [K] in nats, may be non-finite.
+    """
 
     steps: IntArray
     loss: FloatArray
@@ -39,8 +42,8 @@ class RunCurve:
     """The curves of one run and everything its pair must share with it.
 
     `evals` maps (split, eval_precision) to a series; `status` is None while the run is unfinished; `identity`
-    holds the dotted settings that a pair must share; `digests` the batch digest by step; `problems` say why the
-    run cannot be judged.
+    holds the dotted settings that a pair must share; `digests` the batch digest by step; `problems` say why
+    the run cannot be judged.
     """
 
     group: str
@@ -67,7 +70,10 @@ class RunCurve:
         return max((int(stream.steps[-1]) for stream in streams if len(stream.steps)), default=0)
 
     def held_out(self, split: str, precision: str) -> Series | None:
-        """Return the series of `split`, preferring `precision`; unstated precision and a control's BF16 also do."""
+        """Return the series of `split`, preferring `precision`.
+
+        Unstated precision and a control's BF16 also do.
+        """
         wanted = [(split, precision), (split, UNSTATED_PRECISION)]
         if self.role is not Role.TEST:
             wanted.append((split, schema.EVAL_BF16))
@@ -85,7 +91,8 @@ class CurveSet:
         if not any(run.role is Role.CONTROL for run in self.runs):
             arms = ", ".join(sorted({run.arm for run in self.runs})) or "nothing"
             raise BadInputError(
-                f"there is no control run: the arms are {arms}; the BF16 arm must be called {schema.CONTROL_ARM!r}"
+                f"there is no control run: the arms are {arms}; "
+                f"the BF16 arm must be called {schema.CONTROL_ARM!r}"
             )
 
     @staticmethod
@@ -114,8 +121,6 @@ def _external_run(arm: str, seed: int, replica: int, *, status: Status) -> RunCu
 
 
 def _with_stream(run: RunCurve, stream: Any) -> RunCurve:
-    from dataclasses import replace
-
     series = Series(stream.steps, stream.loss)
     problems = run.problems + tuple(f"{run.label}: {text}" for text in stream.problems)
     status = run.status if run.status is not Status.FINISHED else stream.status
@@ -203,8 +208,6 @@ def _train_series(record: RunRecord) -> tuple[Series | None, list[str]]:
 
 
 def _clean(steps: pd.Series[Any], loss: pd.Series[Any]) -> tuple[Series, list[str]]:
-    from fp8parity_analysis.table import sorted_unique
-
     ordered, values, problems = sorted_unique(
         steps.to_numpy(dtype=np.int64), loss.to_numpy(dtype=np.float64, na_value=np.nan)
     )

@@ -20,7 +20,7 @@ _PRECISIONS: tuple[EvalPrecision, ...] = get_args(EvalPrecision)
 
 
 def described(item: Judged, criteria: Criteria) -> list[str]:
-    """Return one line per further held-out set or precision of an arm, and a line when their signs disagree."""
+    """Return one line per further held-out set or precision, and one more when their signs disagree."""
     gap = item.verdict.gap
     if criteria.endpoint == "train" or gap is None:
         return []

@@ -1,4 +1,4 @@
-"""Where a gap begins to grow: a hinge fitted by least squares, and whether the growth is a soft divergence."""
+"""Where a gap begins to grow (a least-squares hinge), and whether that is a soft divergence."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ IntArray = npt.NDArray[np.int64]
 class Growth:
     """How the gap moved, one entry per replicate [R].
 
-    `slope` is the mean over seeds in gap per whole run; `p_up` and `p_down` are one-sided over seeds (NaN for one
-    seed); `onset` is the hinge's index on the grid; `before` the mean gap up to it; `rise` endpoint minus before.
+    `slope` is the mean over seeds in gap per whole run; `p_up` and `p_down` are one-sided over seeds (NaN
+    for one seed); `onset` is the hinge's index on the grid; `before` the mean gap up to it;
+    `rise` endpoint minus before.
     """
 
     slope: FloatArray
@@ -79,7 +80,9 @@ def _fill(curve: FloatArray) -> FloatArray:
 
 
 def onset_interval(gap: FloatArray, progress: FloatArray) -> tuple[int, int]:
-    """Return the range of the onset's index over leave-one-seed-out fits of `gap` [n, K], at least one evaluation each way.
+    """Return the range of the onset's index over leave-one-seed-out fits of `gap` [n, K].
+
+    It reaches at least one evaluation each way.
 
     With fewer than three seeds only the single-evaluation resolution is given.
     """
@@ -92,7 +95,10 @@ def onset_interval(gap: FloatArray, progress: FloatArray) -> tuple[int, int]:
 
 
 def growth_of(gap: FloatArray, progress: FloatArray, endpoint_gap: FloatArray) -> Growth:
-    """Return how the gap [R, n, K] moves on the grid `progress` [K] (t/T); `endpoint_gap` [R] is its mean endpoint."""
+    """Return how the gap [R, n, K] moves on the grid `progress` [K] (t/T).
+
+    `endpoint_gap` [R] is its mean endpoint.
+    """
     slopes = gaps.slope(gap, progress)
     mean_curve = gaps.seed_mean(gap)
     onset = hinge_onset(mean_curve, progress)
@@ -111,8 +117,8 @@ def growth_of(gap: FloatArray, progress: FloatArray, endpoint_gap: FloatArray) -
 def soft_divergence(lo: FloatArray, growth: Growth, margin: float) -> BoolArray:
     """Return where a gap above the margin is a soft divergence [R].
 
-    The interval lies above the margin, the slope is significant, the gap before the onset was below the margin,
-    and the rise since then exceeds it.
+    The interval lies above the margin, the slope is significant, the gap before the onset was below the
+    margin, and the rise since then exceeds it.
     """
     with np.errstate(invalid="ignore"):
         late = (growth.before < margin) & (growth.rise > margin)

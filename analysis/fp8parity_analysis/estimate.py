@@ -24,7 +24,10 @@ WANTED_NULLS_FOR_ONE_SEED = 8
 
 @dataclass(frozen=True)
 class Look:
-    """How many seeds a declared look uses and its one-sided size; `waiting_for` is set before the first look."""
+    """How many seeds a declared look uses and its one-sided size.
+
+    `waiting_for` is set before the first look.
+    """
 
     n_seeds: int
     alpha: float
@@ -34,7 +37,7 @@ class Look:
 
 @dataclass(frozen=True)
 class Basis:
-    """How the error of the mean gap is known, in words and as the pieces that reproduce it for a subset of seeds."""
+    """How the error of the mean gap is known: in words, and as what reproduces it for a subset of seeds."""
 
     text: str
     kind: str
@@ -57,7 +60,10 @@ class Basis:
 
 
 def look_of(n_seeds: int, criteria: Criteria) -> Look:
-    """Return the declared look that `n_seeds` seeds have reached; without declared looks all seeds at full size."""
+    """Return the declared look that `n_seeds` seeds have reached.
+
+    Without declared looks all seeds at full size.
+    """
     if not criteria.looks:
         return Look(n_seeds, criteria.alpha)
     index = sequential.current_look(n_seeds, criteria.looks)
@@ -129,14 +135,15 @@ def _pooled(pairs: Pairs, rows: list[int], floor: NoiseFloor, look: Look) -> tup
     if n > 1 and not floor.matched:
         ratio, low, high = floor.ratio
         return None, [
-            f"the null pairs are not noise-matched (variance ratio {ratio:.2g}, 90 % interval {low:.2g} to {high:.2g}): "
-            "not pooled, the plain paired t decides"
+            (
+                f"the null pairs are not noise-matched (variance ratio {ratio:.2g}, interval {low:.2g} to "
+                f"{high:.2g}): not pooled, the plain paired t decides"
+            )
         ]
     warnings = ["assumes matched noise: the variance of the null pairs was pooled as declared"]
     if n == 1 and null_df < WANTED_NULLS_FOR_ONE_SEED:
-        warnings.append(
-            f"a provisional verdict wants {WANTED_NULLS_FOR_ONE_SEED} or more null pairs, there are {null_df}"
-        )
+        wanted = WANTED_NULLS_FOR_ONE_SEED
+        warnings.append(f"a provisional verdict wants {wanted} or more null pairs, there are {null_df}")
     scaled = (control_ss + test_ss) * runs_per_gap(pairs, rows)
     text = (
         f"t over {n} seed{'s' if n > 1 else ''} pooled with {null_df} df of null pairs, {n - 1 + null_df} df"
@@ -146,7 +153,10 @@ def _pooled(pairs: Pairs, rows: list[int], floor: NoiseFloor, look: Look) -> tup
 
 
 def seed_advice(basis: Basis, estimate: Estimate, n: int, margin: float) -> planning.SeedAdvice:
-    """Return how many seeds would tell the gap from the margin; the default number when the noise is not known."""
+    """Return how many seeds would tell the gap from the margin.
+
+    The default number when the noise is not known.
+    """
     if basis.kind == "none" or not np.isfinite(estimate.se).all():
         return planning.SeedAdvice(max(planning.DEFAULT_SEEDS, n + 1), on_the_margin=False)
     sd = float(estimate.se[0]) * n**0.5

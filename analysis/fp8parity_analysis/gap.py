@@ -1,6 +1,7 @@
-"""The gap between two loss curves as numbers: endpoint, slope, spikes, non-finite stretches. Arrays in, numbers out.
+"""The gap between two loss curves as numbers: endpoint, slope, spikes, non-finite stretches.
 
-The last axis is the step (or evaluation) axis everywhere; the axis before it, where there is one, is the seed.
+The last axis is the step (or evaluation) axis everywhere; the axis before it, where there is one, is the
+seed.
 """
 
 from __future__ import annotations
@@ -12,7 +13,10 @@ FloatArray = npt.NDArray[np.float64]
 BoolArray = npt.NDArray[np.bool_]
 
 BLOW_UP_GAP = 0.05
-"""A log gap above this for `BLOW_UP_EVALS` evaluations up to the end is a divergence; shorter, it is a spike."""
+"""A log gap above this for `BLOW_UP_EVALS` evaluations up to the end is a divergence.
+
+Shorter, it is a spike.
+"""
 BLOW_UP_EVALS = 3
 
 SPIKE_WINDOW = 128
@@ -61,7 +65,10 @@ def masked_mean(values: FloatArray) -> FloatArray:
 
 
 def seed_mean(gap: FloatArray) -> FloatArray:
-    """Return the mean curve over seeds of `gap` [..., n, K], independent of the seeds' order; NaN is left out."""
+    """Return the mean curve over seeds of `gap` [..., n, K], independent of the seeds' order.
+
+    NaN is left out.
+    """
     kept = ~np.isnan(gap)
     counts = kept.sum(axis=-2)
     sums = stable_sum(np.where(kept, gap, 0.0), axis=-2)
@@ -69,7 +76,7 @@ def seed_mean(gap: FloatArray) -> FloatArray:
 
 
 def slope(gap: FloatArray, progress: FloatArray) -> FloatArray:
-    """Return the least-squares slope of `gap` [..., K] on `progress` [K] (t/T), over the last half of the run.
+    """Return the least-squares slope of `gap` [..., K] on `progress` [K] (t/T) over the last half.
 
     The unit is gap per whole run. NaN where fewer than two points are left.
     """
@@ -85,20 +92,20 @@ def slope(gap: FloatArray, progress: FloatArray) -> FloatArray:
 
 
 def trailing_start(flags: BoolArray) -> int:
-    """Return the index at which the run of True up to the end begins, or len(flags) when the last is False."""
+    """Return where the run of True up to the end begins, len(flags) when the last is False."""
     false_at = np.flatnonzero(~flags)
     return int(false_at[-1]) + 1 if len(false_at) else 0
 
 
 def blow_up_start(gap: FloatArray) -> int | None:
-    """Return where a gap [K] above 5 % begins that lasts at least three evaluations, up to and including the last."""
+    """Return where a gap [K] above 5 % begins that lasts three evaluations or more, up to the last."""
     with np.errstate(invalid="ignore"):
         start = trailing_start(gap > BLOW_UP_GAP)
     return start if len(gap) - start >= BLOW_UP_EVALS else None
 
 
 def transient_gaps(gap: FloatArray) -> BoolArray:
-    """Mark single points of `gap` [K] that stand out by more than 5 % from both neighbours and are recovered from."""
+    """Mark single inner points of `gap` [K] that stand out by more than 5 % from both neighbours."""
     marks = np.zeros(gap.shape, dtype=np.bool_)
     if len(gap) < 3:
         return marks
@@ -110,7 +117,7 @@ def transient_gaps(gap: FloatArray) -> BoolArray:
 
 
 def spikes(loss: FloatArray) -> BoolArray:
-    """Mark the spikes of `loss` [..., T]: above mean + 6 sd of the 128 steps before, or not finite but recovered.
+    """Mark spikes of `loss` [..., T]: above mean + 6 sd of the 128 steps before, or not finite but recovered.
 
     Steps with fewer than 64 finite values in the window are never marked as finite spikes.
     """

@@ -24,7 +24,8 @@ def nonfinite_from(run: RunCurve, criteria: Criteria) -> int | None:
     """Return the step from which the run's loss is non-finite to its end, or None.
 
     The training stream gives the step where it exists and agrees; a run whose status is `diverged` but whose
-    logged losses are finite diverged at the first non-finite step of its manifest, or at its last logged step.
+    logged losses are finite diverged at the first non-finite step of its manifest, or at its last logged
+    step.
     """
     chosen = run.held_out(criteria.split, criteria.eval_precision)
     by_eval, by_train = _stretch(chosen), _stretch(run.train)

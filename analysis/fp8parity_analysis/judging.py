@@ -8,14 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fp8parity_analysis import core, divergence, estimate, reasons, secondary
+from fp8parity_analysis import core, divergence, estimate, paired, reasons, secondary
 from fp8parity_analysis import gap as gaps
 from fp8parity_analysis.curves import UNSTATED_PRECISION, CurveSet, FloatArray
-from fp8parity_analysis.pairing import Arm, Pairs, build_pairs
+from fp8parity_analysis.pairing import Pairs, build_pairs
 from fp8parity_analysis.schema import HELD_OUT, TRAIN, Outcome, gate_of
 from fp8parity_analysis.verdict import Bounds, Evidence, Verdict
 
 if TYPE_CHECKING:
+    from fp8parity_analysis.arms import Arm
     from fp8parity_analysis.criteria import Criteria
 
 
@@ -157,7 +158,7 @@ def _judge_gap(pairs: Pairs, blank: Verdict, criteria: Criteria) -> Judged:
             trajectory=test.p, slope=_known(growth.p_up), spikes=secondary.spike_p(pairs, rows)
         ),
         token_cost=secondary.token_cost(pairs, rows, float(measured.gap[0]), bounds, criteria),
-        sign_flip=sign_flips(endpoints),
+        sign_flip=paired.sign_flip_p(endpoints),
     )
     told = _with(
         blank,
@@ -178,13 +179,6 @@ def _judge_gap(pairs: Pairs, blank: Verdict, criteria: Criteria) -> Judged:
         warnings=(*blank.warnings, *warnings, *_label_warnings(criteria)),
     )
     return Judged(told, _evidence(finding, gap, endpoints, progress), pairs)
-
-
-def sign_flips(endpoints: FloatArray) -> float | None:
-    """Return the exact sign-flip p-value of a positive gap, the companion of the t-test."""
-    from fp8parity_analysis.paired import sign_flip_p
-
-    return sign_flip_p(endpoints)
 
 
 def _progress(pairs: Pairs) -> FloatArray:

@@ -1,4 +1,4 @@
-"""Several recipes against one control: Holm-adjusted p-values, and verdicts corrected where that was declared."""
+"""Several recipes against one control: Holm-adjusted p-values, and verdicts where that was declared."""
 
 from __future__ import annotations
 
@@ -47,7 +47,8 @@ def _restated(item: Judged, p_values: dict[str, float], size: int, criteria: Cri
     verdict = item.verdict
     said = (
         f"Holm-adjusted over {size} recipes: p {p_values['worse']:.3g} for worse than the control, "
-        f"{p_values['equivalent']:.3g} for equivalent; the gaps share their control runs, so they are correlated"
+        f"{p_values['equivalent']:.3g} for equivalent; "
+        "the gaps share their control runs, so they are correlated"
     )
     if criteria.correction == "holm":
         outcome = _outcome_by(p_values, verdict.outcome, verdict.alpha)

@@ -19,7 +19,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Spread:
-    """A standard deviation with its chi-square interval, in fractions of the loss; None where it is not known."""
+    """A standard deviation with its chi-square interval, in fractions of the loss.
+
+    None where it is not known.
+    """
 
     sd: float | None
     interval: tuple[float | None, float | None]
@@ -110,7 +113,9 @@ class NoiseFloor:
 def noise_floor(
     gaps: FloatArray, control: Sequence[Replicas], test: Sequence[Replicas], runs_per_gap: float, alpha: float
 ) -> NoiseFloor:
-    """Return the noise floor of gaps [n]; `runs_per_gap` is the mean of 1/r_test + 1/r_control over the seeds.
+    """Return the noise floor of gaps [n].
+
+    `runs_per_gap` is the mean of 1/r_test + 1/r_control over the seeds.
 
     Estimators: pooled sum of squares within seeds (r - 1 degrees of freedom each); the sample sd of the gaps;
     the sample sd of the seeds' control means; interaction by the method of moments.

@@ -1,7 +1,7 @@
 """Inference over seeds, vectorised over replicates: arrays [R, n] of one gap per seed in, arrays [R] out.
 
-The paired t interval is Schuirmann's (1987) two one-sided tests read off one interval; the seed is the unit of
-replication. `alpha` is always the size of one one-sided test.
+The paired t interval is Schuirmann's (1987) two one-sided tests read off one interval; the seed is the unit
+of replication. `alpha` is always the size of one one-sided test.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ EXACT_FLIPS_UP_TO = 12
 
 @dataclass(frozen=True)
 class Estimate:
-    """Mean gap with its interval, one entry per replicate [R]; `se` NaN and infinite bounds where nothing is known.
+    """Mean gap with its interval, one entry per replicate [R].
+
+    `se` NaN and infinite bounds where nothing is known.
 
     `df` is infinite for a stated noise. `lo` and `hi` bound two one-sided tests of size `alpha` each.
     """
@@ -47,7 +49,10 @@ class Estimate:
 
 
 def upper_tail(distance: FloatArray, se: FloatArray, df: float) -> FloatArray:
-    """Return P(T > distance / se), T Student with `df` (normal if infinite); exact at se = 0; NaN if df is 0."""
+    """Return P(T > distance / se), T Student with `df` (normal if infinite); exact at se = 0.
+
+    NaN if df is 0.
+    """
     if df <= 0:
         return np.full(np.shape(distance), np.nan)
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -113,7 +118,10 @@ def mean_p_greater(values: FloatArray) -> FloatArray:
 
 
 def holm(p_values: npt.ArrayLike) -> FloatArray:
-    """Return Holm's (1979) step-down adjusted p-values of `p_values` [k]; NaN stays NaN and is not counted."""
+    """Return Holm's (1979) step-down adjusted p-values of `p_values` [k].
+
+    NaN stays NaN and is not counted.
+    """
     p = np.asarray(p_values, dtype=np.float64)
     adjusted = np.full(p.shape, np.nan)
     known = np.flatnonzero(~np.isnan(p))

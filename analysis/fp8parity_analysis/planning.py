@@ -21,7 +21,7 @@ POWER = 0.8
 
 
 def pair_sd(run_sd: float, replicas_test: int = 1, replicas_control: int = 1) -> float:
-    """Return the sd of a gap whose arms average this many runs of sd `run_sd` each, without an interaction."""
+    """Return the sd of a gap whose arms average this many runs of sd `run_sd` each, no interaction."""
     return run_sd * math.sqrt(1.0 / replicas_test + 1.0 / replicas_control)
 
 
@@ -89,8 +89,8 @@ def seeds_needed(
 ) -> int | None:
     """Return the fewest seeds with the wanted power, or None above `max_seeds`.
 
-    `goal="worse"`: a true gap of `effect` is found worse than zero. `goal="equivalent"`: `effect` is the margin,
-    the true gap is zero.
+    `goal="worse"`: a true gap of `effect` is found worse than zero. `goal="equivalent"`: `effect` is the
+    margin, the true gap is zero.
     """
     smallest = 1 if null_pairs else 2
     for n in range(smallest, max_seeds + 1):

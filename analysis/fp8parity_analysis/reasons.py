@@ -1,10 +1,13 @@
-"""Why a verdict says what it says, in plain words: what was concluded, from what, what is not claimed, what to do."""
+"""Why a verdict says what it says, in plain words: the conclusion, its basis, its limits, what to do."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from scipy.special import ndtri
+
+from fp8parity_analysis.estimate import runs_per_gap
 from fp8parity_analysis.planning import MAX_SEEDS, SeedAdvice
 from fp8parity_analysis.schema import Outcome
 
@@ -19,6 +22,10 @@ if TYPE_CHECKING:
     from fp8parity_analysis.pairing import Pairs
     from fp8parity_analysis.secondary import Trajectory
 
+_AN_EVENT = (
+    "a loss that is non-finite to the end, or more than 5 % above its control over the last evaluations, "
+    "is an event and not a number: no mean gap is given and no test is made"
+)
 INVALID_NEXT = "nothing is concluded about this recipe; repair the comparison and judge again"
 
 
@@ -67,19 +74,18 @@ def of_hard_divergence(pairs: Pairs) -> tuple[str, ...]:
     where = ", ".join(f"seed {seed} from step {step}" for seed, step in diverged.items())
     finished = len(pairs.seeds) - len(diverged)
     return (
-        f"{len(diverged)}/{len(pairs.seeds)} seeds diverged (hard): {where}; the control of the same seeds did not",
-        "a loss that is non-finite to the end, or more than 5 % above its control over the last three evaluations, "
-        "is an event and not a number: no mean gap is given and no test is made",
+        f"{len(diverged)}/{len(pairs.seeds)} seeds diverged (hard): {where}; their control runs did not",
+        _AN_EVENT,
         f"{seeds_text(finished)} of this arm went on to the end"
         if finished
         else "no seed of this arm reached its end",
-        "next: look at the layers that left their range first, and repeat with the first and last layers in BF16",
+        "next: see which layers left their range first, and repeat with the first and last layers in BF16",
     )
 
 
 def of_identical(pairs: Pairs) -> tuple[str, ...]:
     """Return the reasons for curves that are the same number at every evaluation."""
-    same = f"the losses equal the control's at all {len(pairs.steps)} evaluations of {seeds_text(len(pairs.seeds))}"
+    same = f"all {len(pairs.steps)} evaluations of {seeds_text(len(pairs.seeds))} equal the control's"
     if pairs.arm.null_arm:
         return (same, "the null arm repeats its control exactly: this device and this code are deterministic")
     return (same, "FP8 was not switched on, or both logs are the same file; this is never called equivalent")
@@ -87,19 +93,17 @@ def of_identical(pairs: Pairs) -> tuple[str, ...]:
 
 def of_finding(finding: Finding) -> tuple[str, ...]:
     """Return the reasons of a verdict that rests on an interval."""
-    return tuple(
-        [
-            _conclusion(finding),
-            _evidence(finding),
-            *_look(finding),
-            *_growth(finding),
-            *_trajectory(finding),
-            *_leave_one_out(finding),
-            *_sensitivity(finding),
-            *_price(finding),
-            _not_claimed(finding),
-            *_next(finding),
-        ]
+    return (
+        _conclusion(finding),
+        _evidence(finding),
+        *_look(finding),
+        *_growth(finding),
+        *_trajectory(finding),
+        *_leave_one_out(finding),
+        *_sensitivity(finding),
+        *_price(finding),
+        _not_claimed(finding),
+        *_next(finding),
     )
 
 
@@ -110,12 +114,12 @@ def _conclusion(finding: Finding) -> str:
     texts = {
         Outcome.EQUIVALENT: f"equivalent: the whole interval lies within the margin of {margin}"
         + ("; the gap is detectable, but too small to matter" if detectable else "; no gap is detectable"),
-        Outcome.EQUIVALENT_BUT_GROWING: f"within the margin of {margin} at this horizon, but the gap is still growing",
-        Outcome.NON_INFERIOR: f"not worse than the margin of {margin}; it may be better by more than the margin",
+        Outcome.EQUIVALENT_BUT_GROWING: f"within the margin of {margin} here, but the gap is still growing",
+        Outcome.NON_INFERIOR: f"not worse by the margin of {margin}; it may be better by more than that",
         Outcome.BETTER: "better than the control: the whole interval lies below zero",
         Outcome.WORSE: f"worse: the whole interval lies above the margin of {margin}",
         Outcome.DIVERGED: f"diverged (soft): the gap was below the margin of {margin}, then grew beyond it",
-        Outcome.WORSE_MARGIN_UNRESOLVED: f"worse than the control, but whether by more than {margin} is not settled",
+        Outcome.WORSE_MARGIN_UNRESOLVED: f"worse than the control; whether by more than {margin} is open",
         Outcome.INCONCLUSIVE: f"not settled: the data allow both an acceptable gap and one above {margin}"
         if finding.basis.kind != "none"
         else "not settled: one pair says nothing about its own noise",
@@ -128,7 +132,8 @@ def _evidence(finding: Finding) -> str:
     text = f"gap {percent(finding.gap)} from {seeds_text(n)}"
     if finding.basis.kind != "none":
         lo, hi = float(finding.estimate.lo[0]), float(finding.estimate.hi[0])
-        text += f", {1 - 2 * finding.basis.alpha:.3g} interval {percent(lo)} to {percent(hi)} ({finding.basis.text})"
+        level = 100 * (1 - 2 * finding.basis.alpha)
+        text += f", {level:.3g} % interval {percent(lo)} to {percent(hi)} ({finding.basis.text})"
     if finding.floor.pair.sd is not None:
         text += f"; sd over seeds {_unsigned(finding.floor.pair.sd)}"
     if finding.floor.detectable_gap is not None:
@@ -195,22 +200,11 @@ def _sensitivity(finding: Finding) -> Iterator[str]:
     """One pair: how quiet the runs would have to be for a pass, or for a fail."""
     if finding.look.n_seeds != 1 or finding.basis.kind == "pooled":
         return
-    from fp8parity_analysis.estimate import runs_per_gap
-
-    z = 1.6448536269514722 if finding.basis.alpha == 0.05 else _normal_quantile(finding.basis.alpha)
-    unit = z * runs_per_gap(finding.pairs, [0]) ** 0.5
+    unit = float(ndtri(1.0 - finding.basis.alpha)) * runs_per_gap(finding.pairs, [0]) ** 0.5
     room = finding.criteria.margin - finding.gap
+    claim = "a pass" if room > 0 else "worse than the margin"
     limit = _unsigned(abs(room) / unit)
-    if room > 0:
-        yield f"sensitivity: a pass only if the run-to-run sd is below {limit} of the loss; it cannot be read off one pair"
-    else:
-        yield f"sensitivity: worse than the margin only if the run-to-run sd is below {limit} of the loss"
-
-
-def _normal_quantile(alpha: float) -> float:
-    from scipy.special import ndtri
-
-    return float(ndtri(1.0 - alpha))
+    yield f"sensitivity: {claim} only if the run-to-run sd is below {limit} of the loss; one pair cannot tell"
 
 
 def _price(finding: Finding) -> Iterator[str]:
@@ -231,8 +225,8 @@ def _not_claimed(finding: Finding) -> str:
     known = [value for value in tokens if value is not None]
     horizon = f"step {int(finding.pairs.steps[-1])}" + (f" ({min(known):,} tokens)" if known else "")
     return (
-        f"holds at {horizon}, this model, batch size, data and learning rate; a longer run or a larger model is "
-        "another question"
+        f"holds at {horizon}, this model, batch size, data and learning rate; "
+        "a longer run or a larger model is another question"
     )
 
 
@@ -253,4 +247,7 @@ def _seeds_next(finding: Finding) -> str:
         return f"next: {seeds_text(advice.seeds - n)} more ({advice.seeds} in all) should settle it"
     if advice.on_the_margin:
         return f"more seeds will not settle this: the gap of {percent(finding.gap)} sits on the margin"
-    return f"no number of seeds up to {MAX_SEEDS} would settle it with this noise; accept a wider margin or average replicas"
+    return (
+        f"no number of seeds up to {MAX_SEEDS} would settle it with this noise; "
+        "accept a wider margin or average replicas"
+    )

@@ -37,10 +37,10 @@ class Trajectory:
 
 
 def trajectory_of(pairs: Pairs, rows: list[int], criteria: Criteria, *, pooled: bool) -> Trajectory:
-    """Test whether the arm is worse anywhere on the grid: label permutation with matched nulls, else sign flips.
+    """Test whether the arm is worse anywhere: label permutation with matched nulls, else sign flips.
 
-    Evaluations with a masked point in any unit, before `criteria.burn_in_step`, or (with nulls) before the nulls'
-    spread has saturated, are not used.
+    Evaluations with a masked point in any unit, before `criteria.burn_in_step`, or (with nulls) before the
+    nulls' spread has saturated, are not used.
     """
     test = pairs.gap[rows]
     usable = ~np.isnan(test).any(axis=0) & (pairs.steps >= criteria.burn_in_step)
@@ -63,7 +63,7 @@ def trajectory_of(pairs: Pairs, rows: list[int], criteria: Criteria, *, pooled: 
 
 
 def spike_p(pairs: Pairs, rows: list[int]) -> float | None:
-    """Return the sign-flip p-value of more spikes in the test arm than in its control, None without training loss."""
+    """Return the sign-flip p-value of more spikes in the test arm, None without training loss."""
     if pairs.spike_counts is None:
         return None
     counts = pairs.spike_counts[rows]
@@ -98,7 +98,7 @@ def leave_one_out(
     basis: Basis,
     margin: float,
 ) -> dict[int, Outcome]:
-    """Return the outcome without each seed in turn, for three seeds or more: `gap` [n, K], `endpoints` [n]."""
+    """Return the outcome without each seed in turn, from three seeds on: `gap` [n, K], `endpoints` [n]."""
     n = len(seeds)
     if n < 3:
         return {}
@@ -166,7 +166,7 @@ def _worth(
 
 
 def measured_speedup(pairs: Pairs, rows: list[int]) -> float | None:
-    """Return the geometric mean over seeds of test over control throughput, None when the runs did not record it."""
+    """Return the geometric mean over seeds of test over control throughput, None where not recorded."""
     ratios = []
     for row in rows:
         seed = pairs.seeds[row]

@@ -48,7 +48,7 @@ def log_e_value(t: FloatArray, n: int, prior_variance: float = PRIOR_VARIANCE) -
 
 
 def anytime_t(gap: FloatArray, alpha: float, prior_variance: float = PRIOR_VARIANCE) -> Estimate:
-    """Return the confidence sequence at n seeds of `gap` [R, n], the e-process inverted: holds at any stopping.
+    """Return the confidence sequence at n seeds of `gap` [R, n]: the e-process inverted.
 
     The p-values of the result are not anytime-valid; its bounds are. Unbounded while n is too small.
     """

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from fp8parity_analysis.arms import arms_of, series_of
 from fp8parity_analysis.contrasts import contrasts_of
 from fp8parity_analysis.descriptive import described
 from fp8parity_analysis.errors import BadInputError
 from fp8parity_analysis.judging import Judged, judge_arm
 from fp8parity_analysis.multiplicity import corrected
-from fp8parity_analysis.pairing import arms_of, series_of
 from fp8parity_analysis.verdict import Judgement
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""A table of external curves, checked and cut into streams: one per seed, arm, replica, split and precision."""
+"""A table of external curves, checked and cut into one stream per run, split and precision."""
 
 from __future__ import annotations
 
@@ -27,7 +27,10 @@ _LARGEST = 2**53
 
 @dataclass(frozen=True)
 class Stream:
-    """One curve of one run: `steps` [K] strictly increasing, `loss` [K]; `problems` forbid judging the run."""
+    """One curve of one run: `steps` [K] strictly increasing, `loss` [K].
+
+    `problems` forbid judging the run.
+    """
 
     seed: int
     arm: str
@@ -70,8 +73,8 @@ def _notes(streams: list[Stream]) -> Iterator[str]:
 def sorted_unique(steps: IntArray, loss: FloatArray) -> tuple[IntArray, FloatArray, list[str]]:
     """Return the curve in order of step without repeated rows, and what is wrong with it.
 
-    A step with two different losses is a problem (a resumed run logged twice), so is a finite loss that is not
-    positive; an exact repetition is dropped.
+    A step with two different losses is a problem (a resumed run logged twice), so is a finite loss that is
+    not positive; an exact repetition is dropped.
     """
     if len(steps) > 1 and np.any(np.diff(steps) <= 0):
         order = np.argsort(steps, kind="stable")

@@ -52,7 +52,7 @@ def chinchilla_extra_tokens(gap: float | None, parameters: float, tokens: float)
 
 @dataclass(frozen=True)
 class Worth:
-    """Net speed of FP8 to the same loss, as a share (0.1 = a tenth faster), with its interval, and the answer."""
+    """Net speed of FP8 to the same loss, as a share (0.1 = a tenth faster), with interval and answer."""
 
     net_gain: float | None
     interval: tuple[float | None, float | None]
@@ -60,7 +60,7 @@ class Worth:
 
 
 def worth_it(speedup: float, cost: float | None, bounds: tuple[float | None, float | None]) -> Worth:
-    """Return speedup / (1 + cost) - 1, its interval from the cost's `bounds`, and `yes`, `no` or `unresolved`."""
+    """Return speedup / (1 + cost) - 1, its interval from the cost's `bounds`, and the answer."""
 
     def net(extra: float | None) -> float | None:
         return None if extra is None or extra <= -1 else speedup / (1.0 + extra) - 1.0

@@ -25,7 +25,10 @@ _TIE = 1e-10
 
 @dataclass(frozen=True)
 class TrajectoryTest:
-    """`p` of the maximum over the grid; `first` is the first grid index above the critical value at `alpha`, or None."""
+    """`p` of the maximum over the grid.
+
+    `first` is the first grid index above the critical value at `alpha`, or None.
+    """
 
     p: float
     first: int | None
@@ -49,8 +52,9 @@ def label_permutation(
 ) -> TrajectoryTest:
     """Test `test` [n, K] against `null` [m, K], both on the grid after burn-in, without NaN.
 
-    Under the null hypothesis the pairs are exchangeable and sign-symmetric. Statistic: max over k of the signed
-    sum over the labelled units of d / rms, rms over all units. All labellings when they are few, else `draws`.
+    Under the null hypothesis the pairs are exchangeable and sign-symmetric. Statistic: max over k of the
+    signed sum over the labelled units of d / rms, rms over all units. All labellings when they are few,
+    else `draws`.
     """
     units = np.concatenate([_in_canonical_order(test), _in_canonical_order(null)])
     rms = np.sqrt(np.mean(units**2, axis=0))

@@ -84,7 +84,8 @@ class Contrast:
 class Evidence:
     """The numbers behind a verdict, for pictures and tables; fractions of the loss.
 
-    `steps` [K] is the common grid; `gap_by_seed` [n][K] the log gap, None where masked; `endpoint_by_seed` [n].
+    `steps` [K] is the common grid; `gap_by_seed` [n][K] the log gap, None where masked; `endpoint_by_seed`
+    [n].
     """
 
     recipe: str
@@ -115,8 +116,8 @@ class Judgement:
     def gate(self) -> Gate:
         """The worst gate of the study: pass < inconclusive < fail < invalid.
 
-        A null arm beside recipes counts only when it fails or is invalid: it is there to measure noise, and a few
-        null pairs are seldom enough for a verdict of their own.
+        A null arm beside recipes counts only when it fails or is invalid: it is there to measure noise, and
+        a few null pairs are seldom enough for a verdict of their own.
         """
         counted = [verdict.gate for verdict in self.verdicts if self._counts(verdict)]
         return max(counted, key=_GATE_ORDER.index, default=Gate.INVALID)
@@ -161,9 +162,9 @@ def strict_json(value: Any) -> Any:
 def judge(curves: CurveSet, criteria: Criteria, *, post_hoc: bool = False) -> Judgement:
     """Judge every recipe of `curves` against its control.
 
-    Deterministic: permutation tests draw from a generator with a fixed seed. `post_hoc` says that the criteria
-    were changed after the runs started. `BadInputError` when the curves hold nothing but control runs or not the
-    declared endpoint.
+    Deterministic: permutation tests draw from a generator with a fixed seed. `post_hoc` says that the
+    criteria were changed after the runs started. `BadInputError` when the curves hold nothing but control
+    runs or not the declared endpoint.
     """
     from fp8parity_analysis.study import judge_study
 

@@ -1,0 +1,139 @@
+"""What forbids or qualifies a comparison: unusable runs, copied logs, blow-ups, spikes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from fp8parity_analysis import gap as gaps
+from fp8parity_analysis.arms import SHOWN, Arm, differing, listed, runs_of, series_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from fp8parity_analysis.criteria import Criteria
+    from fp8parity_analysis.curves import FloatArray, IntArray, RunCurve, Series
+
+_MIN_EVALS_IDENTICAL = 3
+
+
+def left_out(arm: Arm) -> Iterator[str]:
+    """Yield a remark on test seeds without a control run."""
+    lonely = sorted(set(arm.test) - set(arm.control))
+    if lonely:
+        yield f"seeds {listed(lonely)} have no control run and are left out"
+
+
+def unusable(arm: Arm, seeds: Sequence[int], criteria: Criteria) -> Iterator[str]:
+    """Yield why runs cannot be judged: unfinished, contradictory, or without the endpoint."""
+    runs = runs_of(arm, seeds)
+    unfinished = [run.label for run in runs if run.status is None]
+    if unfinished:
+        yield f"unfinished runs: {listed(unfinished)}; run the study again to finish them"
+    for run in runs:
+        yield from run.problems
+    wanted = "training loss" if criteria.endpoint == "train" else f"loss on {criteria.split!r}"
+    lacking = [run.label for run in runs if _lacks_curve(series_of(run, criteria))]
+    if lacking:
+        yield f"no {wanted} ({criteria.eval_precision} forward) in: {listed(lacking)}"
+
+
+def _lacks_curve(series: Series | None) -> bool:
+    return series is None or len(series.steps) == 0
+
+
+def differences(arm: Arm, seeds: Sequence[int]) -> Iterator[str]:
+    """Yield the pairs of runs of one seed that differ beyond precision."""
+    for seed in seeds:
+        first, *others = arm.control[seed]
+        for run in (*others, *arm.test[seed]):
+            found = differing(first, run)
+            if found:
+                yield (
+                    f"{first.label} and {run.label} differ beyond precision: {'; '.join(found[:SHOWN])}"
+                    + (f"; and {len(found) - SHOWN} more" if len(found) > SHOWN else "")
+                )
+
+
+def blow_ups(
+    gap: FloatArray, seeds: Sequence[int], steps: IntArray, diverged: Mapping[int, int]
+) -> dict[int, int]:
+    """Return the seeds whose gap stays above 5 % to the end, with the step from which it does."""
+    starts = {
+        seed: gaps.blow_up_start(row) for seed, row in zip(seeds, gap, strict=True) if seed not in diverged
+    }
+    return {seed: int(steps[start]) for seed, start in starts.items() if start is not None}
+
+
+def mask_transients(
+    gap: FloatArray, seeds: Sequence[int], diverged: Mapping[int, int]
+) -> tuple[FloatArray, list[str]]:
+    """Mask single evaluations that jump by more than 5 % and come back, and say how many."""
+    kept = gap.copy()
+    remarks = []
+    for row, seed in enumerate(seeds):
+        if seed in diverged:
+            continue
+        lost = int(np.isnan(gap[row]).sum())
+        marks = gaps.transient_gaps(gap[row])
+        kept[row, marks] = np.nan
+        if lost or marks.any():
+            remarks.append(
+                f"seed {seed}: {int(marks.sum())} evaluations with a spike and {lost} with a non-finite loss "
+                "were masked; the run recovered from them"
+            )
+    return kept, remarks
+
+
+def suspicious(
+    gap: FloatArray, seeds: Sequence[int], steps: IntArray, count: int, arm: Arm, diverged: Mapping[int, int]
+) -> Iterator[str]:
+    """Yield what makes gaps unbelievable: copied logs, a seed equal to its control, a broken control."""
+    live = [row for row, seed in enumerate(seeds) if seed not in diverged]
+    for row in live:
+        start = gaps.blow_up_start(-gap[row])
+        if start is not None:
+            yield (
+                f"seed {seeds[row]}: the control's loss is more than {gaps.BLOW_UP_GAP:.0%} above this arm's "
+                f"from step {int(steps[start])} to the end; the baseline diverged"
+            )
+    equal = [row for row in live if np.all(gap[row] == 0)]
+    if equal and len(equal) < len(live) and not arm.null_arm and len(steps) >= _MIN_EVALS_IDENTICAL:
+        yield (
+            f"seeds {listed([seeds[row] for row in equal])} equal their control exactly while others do "
+            "not: FP8 was not switched on there, or a log was copied"
+        )
+    ends = gaps.endpoint(gap[live], count) if live else np.zeros(0)
+    lost = [seeds[row] for row, end in zip(live, ends, strict=True) if np.isnan(end)]
+    if lost:
+        yield f"seeds {listed(lost)} have no finite loss among the evaluations of the endpoint"
+    elif len(ends) > 1 and ends[0] != 0 and np.all(np.abs(ends - ends[0]) <= 1e-9 * abs(ends[0])):
+        yield f"the same gap ({ends[0]:.6g}) in all {len(ends)} seeds to the last digit: a log was copied"
+    yield from _copied_runs(arm, seeds)
+
+
+def _copied_runs(arm: Arm, seeds: Sequence[int]) -> Iterator[str]:
+    """Yield pairs of seeds whose test runs carry the same curve of at least three points."""
+    seen: dict[bytes, tuple[int, str]] = {}
+    for seed in seeds:
+        for run in arm.test[seed]:
+            series = next(iter(run.evals.values()), run.train)
+            if series is None or len(series.loss) < _MIN_EVALS_IDENTICAL or np.ptp(series.loss) == 0:
+                continue
+            owner, label = seen.setdefault(series.loss.tobytes(), (seed, run.label))
+            if owner != seed:
+                yield f"{label} and {run.label} have the same curve: a log was copied, or seeds do nothing"
+
+
+def spike_counts_of(arm: Arm, seeds: Sequence[int]) -> FloatArray | None:
+    """Return spikes in the training loss of test and control [n, 2], None where a run has no such loss."""
+    runs = runs_of(arm, seeds)
+    if any(run.train is None for run in runs):
+        return None
+    return np.array([[_spikes(arm.test[seed]), _spikes(arm.control[seed])] for seed in seeds])
+
+
+def _spikes(runs: Sequence[RunCurve]) -> float:
+    """Return the mean number of spikes per run in the training loss."""
+    return float(np.mean([gaps.spikes(run.train.loss).sum() for run in runs if run.train is not None]))
