@@ -11,7 +11,7 @@ from fp8parity.layer_policy import LayerPlan
 from fp8parity.precision.record import ConversionRecord
 from fp8parity.spec import PrecisionSpec
 
-__all__ = ["ConversionRecord", "apply"]
+__all__ = ["ConversionRecord", "apply", "patch_code_generation"]
 
 Convert = Callable[[nn.Linear, PrecisionSpec], nn.Linear]
 
@@ -89,3 +89,10 @@ def apply(model: nn.Module, plan: LayerPlan, precision: PrecisionSpec) -> Conver
         plan.fp8_flop_share,
         dtypes,
     )
+
+
+def patch_code_generation() -> None:
+    """Compile control and FP8 arm with the same code generation (see `torchao_float8.patch_code_generation`)."""
+    from fp8parity.precision import torchao_float8
+
+    torchao_float8.patch_code_generation()

@@ -1,0 +1,170 @@
+"""The Lightning side of one run: model, precision, optimizer, loss."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import lightning as L
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
+
+from fp8parity import layer_policy, precision
+from fp8parity.data import BatchPlan, batch_digest
+from fp8parity.errors import UsageError
+from fp8parity.model import DecoderLM, initialise, parameters_digest
+from fp8parity.precision.bf16 import use_fp32_accumulation
+from fp8parity.precision.record import ConversionRecord
+from fp8parity.schedule import lr_factor
+from fp8parity.shapes import linear_shapes
+from fp8parity.spec import RunSpec
+
+MicroBatch = tuple[Tensor, str]
+"""Rows int64 [micro_batch, context + 1] and the digest of the whole step's batch."""
+
+
+@dataclass(frozen=True)
+class BuiltModel:
+    """A model ready to train: converted, and with the evidence of what it was before."""
+
+    model: DecoderLM
+    init_digest: str
+    record: ConversionRecord
+
+
+def build_model(spec: RunSpec, vocab_rows: int) -> BuiltModel:
+    """Build, initialise, digest, convert and compile the model of a run (in that order)."""
+    model = DecoderLM(spec.model, vocab_rows, activation_checkpointing=spec.train.activation_checkpointing)
+    initialise(model, spec.seed)
+    init_digest = parameters_digest(model)
+    plan = layer_policy.resolve(linear_shapes(spec.model, vocab_rows), spec.precision)
+    record = precision.apply(model, plan, spec.precision)
+    if spec.train.bf16_gemm == "fp32_accumulate":
+        use_fp32_accumulation(model)
+    if spec.train.compile == "blocks":
+        precision.patch_code_generation()
+        for block in model.blocks:
+            block.compile()
+    return BuiltModel(model, init_digest, record)
+
+
+class LMModule(L.LightningModule):
+    """One run's training step; the numbers of the last step are left on the device for the recorder."""
+
+    def __init__(self, spec: RunSpec, vocab_rows: int) -> None:
+        super().__init__()
+        self.spec = spec
+        self.vocab_rows = vocab_rows
+        self.built: BuiltModel | None = None
+        self.last_loss = torch.zeros(())
+        self.last_grad_norm = torch.zeros(())
+
+    @property
+    def decoder(self) -> DecoderLM:
+        """The model, once `configure_model` has run."""
+        assert self.built is not None
+        return self.built.model
+
+    def configure_model(self) -> None:
+        """Build and convert the model; Lightning calls this before it moves anything to the device."""
+        if self.built is None:
+            self.built = build_model(self.spec, self.vocab_rows)
+            self.model = self.built.model
+
+    def training_step(self, batch: MicroBatch, batch_idx: int) -> Tensor:
+        """Return the micro-batch's mean loss in nats per token."""
+        rows, _ = batch
+        logits = self.decoder(rows[:, :-1])
+        loss = F.cross_entropy(logits.float().flatten(0, 1), rows[:, 1:].flatten())
+        self.last_loss = loss.detach()
+        return loss
+
+    def configure_gradient_clipping(
+        self,
+        optimizer: torch.optim.Optimizer,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        """Clip by global norm and keep the norm.
+
+        Lightning 2.6.6 refuses its own clipping with fused AdamW under bf16-mixed, and would not return the norm.
+        """
+        limit = self.spec.optim.clip_norm
+        self.last_grad_norm = torch.nn.utils.clip_grad_norm_(
+            self.parameters(), float("inf") if limit is None else limit
+        ).detach()
+
+    def configure_optimizers(self) -> Any:
+        """Return AdamW (no decay on norms) and the schedule, stepped once per optimizer step."""
+        optim, steps = self.spec.optim, self.spec.train.steps
+        matrices = [p for p in self.parameters() if p.ndim >= 2]
+        others = [p for p in self.parameters() if p.ndim < 2]
+        optimizer = torch.optim.AdamW(
+            [
+                {"params": matrices, "weight_decay": optim.weight_decay},
+                {"params": others, "weight_decay": 0.0},
+            ],
+            lr=optim.lr,
+            betas=(optim.beta1, optim.beta2),
+            eps=optim.eps,
+            fused=optim.fused,
+        )
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_factor(step, steps, optim))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Write into the checkpoint which run it belongs to."""
+        checkpoint["fp8parity"] = {"spec_hash": self.spec.hash()}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Refuse a checkpoint of another run: resuming under another recipe would mix two experiments."""
+        found = checkpoint.get("fp8parity", {}).get("spec_hash")
+        if found != self.spec.hash():
+            raise UsageError(
+                f"checkpoint: belongs to another run specification ({str(found)[:8]}, this run is "
+                f"{self.spec.hash()[:8]}); delete the run's checkpoints folder to train it from the start"
+            )
+
+
+class _MicroBatches(IterableDataset[MicroBatch]):
+    """The micro-batches from `start_step` on, each step's batch cut in order."""
+
+    def __init__(self, plan: BatchPlan, accumulate: int, start_step: int) -> None:
+        self.plan = plan
+        self.accumulate = accumulate
+        self.start_step = start_step
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        step = self.start_step
+        while True:
+            rows = self.plan.rows(step)
+            digest = batch_digest(rows)
+            for part in torch.from_numpy(rows).chunk(self.accumulate):
+                yield part, digest
+            step += 1
+
+
+class TokenDataModule(L.LightningDataModule):
+    """Feeds batches that are a pure function of (seed, step); its state is the step to continue from."""
+
+    def __init__(self, plan: BatchPlan, accumulate: int) -> None:
+        super().__init__()
+        self.plan = plan
+        self.accumulate = accumulate
+        self.start_step = 0
+
+    def train_dataloader(self) -> DataLoader[MicroBatch]:
+        """Return the loader; in this process, since making a batch is an index into mapped memory."""
+        return DataLoader(_MicroBatches(self.plan, self.accumulate, self.start_step), batch_size=None)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the number of finished optimizer steps."""
+        assert self.trainer is not None
+        return {"start_step": self.trainer.global_step}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue after the checkpoint's step; Lightning calls this before `train_dataloader`."""
+        self.start_step = int(state_dict["start_step"])

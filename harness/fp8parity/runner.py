@@ -1,0 +1,294 @@
+"""Train one run in this process: from `spec.json` to a manifest, resuming where a killed process left off."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import random
+import sys
+import time
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import numpy as np
+import torch
+from fp8parity_analysis import schema
+from fp8parity_analysis.store import RunWriter, read_json
+from pydantic import ValidationError
+
+from fp8parity import environment
+from fp8parity.callbacks import (
+    Checkpointer,
+    CurveRecorder,
+    HeldOutEvaluator,
+    NonFiniteGuard,
+    ProgressLines,
+    StopOnSignal,
+    checkpoints,
+)
+from fp8parity.data import BatchPlan, TokenMeta, Tokens, held_out_rows, open_tokens, training_tokens
+from fp8parity.errors import EXIT_DIVERGED, InterruptedRunError, UsageError
+from fp8parity.module import LMModule, TokenDataModule
+from fp8parity.shapes import parameter_count
+from fp8parity.spec import RunSpec
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class RunOrder:
+    """A run directory's order: what to train, on which tokens, how often to save."""
+
+    run_dir: Path
+    run_id: str
+    spec: RunSpec
+    data_path: Path
+    checkpoint_every: int
+
+    @property
+    def study_dir(self) -> Path:
+        """The study directory, two levels up."""
+        return self.run_dir.resolve().parent.parent
+
+
+def read_order(run_dir: Path) -> RunOrder:
+    """Read `spec.json`; `UsageError` when it is missing, broken, or was edited after it was named."""
+    document = read_json(run_dir / schema.SPEC_FILE)
+    missing = [key for key in schema.SPEC_KEYS if key not in document]
+    if missing:
+        raise UsageError(f"{run_dir / schema.SPEC_FILE}: lacks the keys {missing}")
+    try:
+        spec = RunSpec.model_validate(document["spec"])
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise UsageError(f"{run_dir / schema.SPEC_FILE}: spec.{where}: {first['msg']}") from error
+    if not str(document["run_id"]).endswith(spec.hash()[:8]):
+        raise UsageError(
+            f"{run_dir / schema.SPEC_FILE}: run_id {document['run_id']} does not belong to this specification "
+            f"(its hash begins {spec.hash()[:8]}); do not edit spec.json, change the recipe file"
+        )
+    data_path = run_dir / document["data_path"]
+    return RunOrder(run_dir, str(document["run_id"]), spec, data_path, int(document["checkpoint_every"]))
+
+
+def resolve_device(spec: RunSpec) -> str:
+    """Return cpu or cuda; `UsageError` when cuda is asked for and absent."""
+    available = torch.cuda.is_available()
+    if spec.train.device == "cuda" and not available:
+        raise UsageError("train.device: cuda was asked for, and torch sees no CUDA device; write device: auto or cpu")
+    return "cuda" if available and spec.train.device != "cpu" else "cpu"
+
+
+def _prepare_process(spec: RunSpec) -> None:
+    """Fix what must be fixed before the first operation: threads and every global generator."""
+    torch.set_num_threads(spec.train.threads)
+    random.seed(spec.seed)
+    np.random.seed(spec.seed)  # noqa: NPY002 -- a library that draws from the global generator draws the same
+    torch.manual_seed(spec.seed)
+
+
+@contextlib.contextmanager
+def _disk_full_is_interruption(run_dir: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise InterruptedRunError(
+            f"{run_dir}: no space left on the device; what was written is kept. Free some space and run the same "
+            "command again: it resumes from the last checkpoint"
+        ) from error
+    except RuntimeError as error:
+        # torch's zip writer reports a full disk as a RuntimeError of its own
+        if "No space left" not in str(error) and "file write failed" not in str(error):
+            raise
+        raise InterruptedRunError(
+            f"{run_dir}: a checkpoint could not be written ({error}); free some space and run the same command again"
+        ) from error
+
+
+@dataclass
+class _Session:
+    """The parts of one training session that outlive Lightning's loop."""
+
+    order: RunOrder
+    device: str
+    environment: dict[str, str]
+    module: LMModule
+    data: TokenDataModule
+    meta: TokenMeta
+    recorder: CurveRecorder
+    guard: NonFiniteGuard
+    checkpointer: Checkpointer
+    evaluator: HeldOutEvaluator
+    resume_from: Path | None
+
+
+def _batch_plan(spec: RunSpec, tokens: Tokens, meta: TokenMeta) -> BatchPlan:
+    train = training_tokens(tokens, meta, spec.train.context, spec.train.batch_size)
+    reorder = spec.replica if spec.replica_kind == "reorder" else 0
+    return BatchPlan(train, spec.train.context, spec.train.batch_size, spec.seed, reorder)
+
+
+def _step_of(checkpoint: Path) -> int:
+    return int(checkpoint.stem.removeprefix("step-"))
+
+
+def _session(order: RunOrder) -> _Session:
+    """Check everything that can be checked before training, then build the parts."""
+    spec = order.spec
+    device = resolve_device(spec)
+    found = environment.fingerprint(device)
+    environment.claim(order.study_dir, found)
+    tokens, meta = open_tokens(order.data_path, spec.data.sha256)
+    try:
+        vocab_rows = spec.model.resolve_vocab(meta.vocab_size)
+    except ValueError as error:
+        raise UsageError(f"model.{error}") from error
+    plan = _batch_plan(spec, tokens, meta)
+    held_out = torch.from_numpy(held_out_rows(tokens, meta, spec.train.context, spec.train.eval_sequences))
+    saved = checkpoints(order.run_dir / schema.CHECKPOINT_DIR)
+    resume_from = saved[-1] if saved else None
+    writer = RunWriter(order.run_dir, resume_step=_step_of(resume_from) if resume_from else 0)
+    recorder = CurveRecorder(writer, spec)
+    return _Session(
+        order,
+        device,
+        found,
+        LMModule(spec, vocab_rows),
+        TokenDataModule(plan, spec.train.accumulate),
+        meta,
+        recorder,
+        NonFiniteGuard(recorder),
+        Checkpointer(recorder, order.run_dir / schema.CHECKPOINT_DIR, order.checkpoint_every),
+        HeldOutEvaluator(recorder, held_out),
+        resume_from,
+    )
+
+
+def _trainer(session: _Session) -> L.Trainer:
+    spec = session.order.spec
+    callbacks: list[L.Callback] = [
+        session.recorder,
+        session.evaluator,
+        session.guard,
+        session.checkpointer,
+        StopOnSignal(session.checkpointer),
+    ]
+    interactive = sys.stderr.isatty()
+    if interactive:
+        from lightning.pytorch.callbacks import RichProgressBar
+
+        callbacks.append(RichProgressBar())
+    else:
+        callbacks.append(ProgressLines(session.recorder))
+    return L.Trainer(
+        accelerator="gpu" if session.device == "cuda" else "cpu",
+        devices=1,
+        precision=spec.train.compute,
+        max_steps=spec.train.steps,
+        accumulate_grad_batches=spec.train.accumulate,
+        callbacks=callbacks,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=interactive,
+        enable_model_summary=False,
+        limit_val_batches=0,
+        num_sanity_val_steps=0,
+        use_distributed_sampler=False,
+        default_root_dir=session.order.run_dir,
+    )
+
+
+def _quiet() -> None:
+    """Silence what the user cannot act on; everything else still shows."""
+    os.environ.setdefault("TORCHAO_FORCE_SKIP_LOADING_SO_FILES", "1")
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    warnings.filterwarnings("ignore", message=".*does not have many workers.*")
+    warnings.filterwarnings("ignore", message=".*isinstance\\(treespec, LeafSpec\\).*")
+    warnings.filterwarnings("ignore", message=".*lr_scheduler.step.*before.*optimizer.step.*")
+    warnings.filterwarnings("ignore", message=".*Found .* module.* in eval mode.*")
+
+
+def _manifest(session: _Session, started: datetime, seconds: float) -> dict[str, Any]:
+    spec, recorder = session.order.spec, session.recorder
+    built = session.module.built
+    assert built is not None
+    status = schema.Status.DIVERGED if session.guard.diverged else schema.Status.FINISHED
+    trained_here = recorder.step - (_step_of(session.resume_from) if session.resume_from else 0)
+    return {
+        "schema_version": schema.SCHEMA_VERSION,
+        "run_id": session.order.run_id,
+        "spec_hash": spec.hash(),
+        "status": status.value,
+        "steps_done": recorder.step,
+        "first_nonfinite_step": recorder.first_nonfinite_step,
+        "tokens": recorder.step * spec.train.tokens_per_step,
+        "data_sha256": session.meta.sha256,
+        "init_digest": built.init_digest,
+        "environment": session.environment,
+        "conversion": built.record.to_json(),
+        "effective": {
+            "device": session.device,
+            "compute": spec.train.compute,
+            "compile": spec.train.compile,
+            "bf16_gemm": spec.train.bf16_gemm,
+            "threads": spec.train.threads,
+            "data_source": session.meta.source,
+            "split": session.meta.split,
+            **environment.provenance(),
+        },
+        "started_at": started.isoformat(timespec="seconds"),
+        "finished_at": datetime.now(UTC).isoformat(timespec="seconds"),
+        "wall_seconds": round(seconds, 3),
+        "resumes": int(session.resume_from is not None),
+        "throughput_tokens_per_s": round(trained_here * spec.train.tokens_per_step / seconds, 1),
+        "model": {
+            "label": spec.model.label,
+            "parameters": parameter_count(spec.model, session.module.vocab_rows),
+            "vocab_rows": session.module.vocab_rows,
+        },
+        "notes": [],
+    }
+
+
+def _exit_of(status: str) -> int:
+    return EXIT_DIVERGED if status == schema.Status.DIVERGED.value else 0
+
+
+def train(run_dir: Path) -> int:
+    """Train the run in `run_dir` to its end and return its exit code: 0 finished, 20 diverged.
+
+    Does nothing when the manifest is already there. Raises `UsageError` before training when something does not
+    fit, `InterruptedRunError` on a signal or a full disk (run again to resume).
+    """
+    _quiet()
+    order = read_order(run_dir)
+    if (run_dir / schema.MANIFEST_FILE).exists():
+        return _exit_of(str(read_json(run_dir / schema.MANIFEST_FILE)["status"]))
+    _prepare_process(order.spec)
+    started, clock = datetime.now(UTC), time.perf_counter()
+    with _disk_full_is_interruption(run_dir):
+        session = _session(order)
+        try:
+            if session.resume_from:
+                print(f"resuming from {session.resume_from.name}", flush=True)
+            _trainer(session).fit(
+                session.module, session.data, ckpt_path=session.resume_from, weights_only=False
+            )
+            session.recorder.flush()
+            manifest = _manifest(session, started, time.perf_counter() - clock)
+            session.recorder.writer.finish(manifest)
+        finally:
+            session.recorder.writer.close()
+        for old in checkpoints(run_dir / schema.CHECKPOINT_DIR):
+            old.unlink()  # a finished run never resumes
+    return _exit_of(str(manifest["status"]))
