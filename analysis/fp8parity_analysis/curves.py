@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -63,7 +64,7 @@ class RunCurve:
     digests: Mapping[int, str] = field(default_factory=dict)
     problems: tuple[str, ...] = ()
 
-    @property
+    @cached_property
     def last_step(self) -> int:
         """The last step that any stream of this run has, 0 without any."""
         streams = [*self.evals.values(), *([self.train] if self.train else [])]
@@ -74,10 +75,10 @@ class RunCurve:
 
         Unstated precision and a control's BF16 also do.
         """
-        wanted = [(split, precision), (split, UNSTATED_PRECISION)]
-        if self.role is not Role.TEST:
-            wanted.append((split, schema.EVAL_BF16))
-        return next((self.evals[key] for key in wanted if key in self.evals), None)
+        found = self.evals.get((split, precision)) or self.evals.get((split, UNSTATED_PRECISION))
+        if found is None and self.role is not Role.TEST:
+            return self.evals.get((split, schema.EVAL_BF16))
+        return found
 
 
 @dataclass(frozen=True)

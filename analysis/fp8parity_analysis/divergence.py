@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fp8parity_analysis import gap as gaps
-from fp8parity_analysis.paired import mean_p_greater
+from fp8parity_analysis.paired import paired_t
 
 if TYPE_CHECKING:
     from fp8parity_analysis.gap import BoolArray, FloatArray
@@ -100,14 +100,15 @@ def growth_of(gap: FloatArray, progress: FloatArray, endpoint_gap: FloatArray) -
     `endpoint_gap` [R] is its mean endpoint.
     """
     slopes = gaps.slope(gap, progress)
+    trend = paired_t(slopes, SLOPE_ALPHA)
     mean_curve = gaps.seed_mean(gap)
     onset = hinge_onset(mean_curve, progress)
     ahead = np.arange(gap.shape[-1]) <= onset[..., None]
     before = gaps.masked_mean(np.where(ahead, mean_curve, np.nan))
     return Growth(
-        slope=gaps.stable_sum(slopes) / slopes.shape[-1],
-        p_up=mean_p_greater(slopes),
-        p_down=mean_p_greater(-slopes),
+        slope=trend.gap,
+        p_up=trend.p_greater(),
+        p_down=trend.p_less(),
         onset=onset,
         before=before,
         rise=endpoint_gap - before,

@@ -6,6 +6,8 @@ seed.
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import numpy.typing as npt
 
@@ -18,6 +20,9 @@ BLOW_UP_GAP = 0.05
 Shorter, it is a spike.
 """
 BLOW_UP_EVALS = 3
+
+_EXACT_UP_TO = 64
+"""Number of sums up to which each is rounded exactly: a single study, not a simulation of thousands."""
 
 SPIKE_WINDOW = 128
 SPIKE_MIN_HISTORY = 64
@@ -32,8 +37,15 @@ def log_loss(loss: FloatArray) -> FloatArray:
 
 
 def stable_sum(values: FloatArray, axis: int = -1) -> FloatArray:
-    """Sum along `axis` in twofold precision (Neumaier), so that the order of the terms does not matter."""
-    moved = np.moveaxis(np.asarray(values, dtype=np.float64), axis, 0)
+    """Sum along `axis` so precisely that the order of the terms does not matter.
+
+    Few sums are rounded exactly (`math.fsum`), many are made in twofold precision (Neumaier).
+    """
+    moved = values.swapaxes(axis, -1)
+    if moved.size <= _EXACT_UP_TO * moved.shape[-1]:
+        sums = [math.fsum(terms) for terms in moved.reshape(-1, moved.shape[-1]).tolist()]
+        return np.array(sums).reshape(moved.shape[:-1])
+    moved = np.moveaxis(values, axis, 0)
     total = np.zeros(moved.shape[1:])
     correction = np.zeros(moved.shape[1:])
     for term in moved:
@@ -91,28 +103,34 @@ def slope(gap: FloatArray, progress: FloatArray) -> FloatArray:
     return np.asarray(np.where(enough, product / np.where(enough, spread, 1.0), np.nan), dtype=np.float64)
 
 
+def blow_up_starts(gap: FloatArray) -> list[int | None]:
+    """Return for each row of `gap` [n, K] where a gap above 5 % begins that lasts three evaluations or more.
+
+    It must last up to the last evaluation; None where there is none.
+    """
+    with np.errstate(invalid="ignore"):
+        high = gap > BLOW_UP_GAP
+    if gap.shape[1] < BLOW_UP_EVALS or not high[:, -BLOW_UP_EVALS:].all(axis=1).any():
+        return [None] * len(gap)
+    starts = [trailing_start(row) for row in high]
+    return [start if gap.shape[1] - start >= BLOW_UP_EVALS else None for start in starts]
+
+
 def trailing_start(flags: BoolArray) -> int:
     """Return where the run of True up to the end begins, len(flags) when the last is False."""
     false_at = np.flatnonzero(~flags)
     return int(false_at[-1]) + 1 if len(false_at) else 0
 
 
-def blow_up_start(gap: FloatArray) -> int | None:
-    """Return where a gap [K] above 5 % begins that lasts three evaluations or more, up to the last."""
-    with np.errstate(invalid="ignore"):
-        start = trailing_start(gap > BLOW_UP_GAP)
-    return start if len(gap) - start >= BLOW_UP_EVALS else None
-
-
 def transient_gaps(gap: FloatArray) -> BoolArray:
-    """Mark single inner points of `gap` [K] that stand out by more than 5 % from both neighbours."""
+    """Mark single inner points of `gap` [..., K] that stand out by more than 5 % from both neighbours."""
     marks = np.zeros(gap.shape, dtype=np.bool_)
-    if len(gap) < 3:
+    if gap.shape[-1] < 3:
         return marks
     with np.errstate(invalid="ignore"):
-        rise = gap[1:-1] - gap[:-2]
-        fall = gap[1:-1] - gap[2:]
-        marks[1:-1] = (np.minimum(rise, fall) > BLOW_UP_GAP) | (np.maximum(rise, fall) < -BLOW_UP_GAP)
+        change = np.diff(gap, axis=-1)
+        rise, fall = change[..., :-1], -change[..., 1:]
+        marks[..., 1:-1] = (np.minimum(rise, fall) > BLOW_UP_GAP) | (np.maximum(rise, fall) < -BLOW_UP_GAP)
     return marks
 
 
@@ -140,5 +158,6 @@ def _window_sums(values: FloatArray) -> FloatArray:
     n_steps = values.shape[-1]
     sums = np.zeros((*values.shape[:-1], n_steps + 1))
     np.cumsum(values, axis=-1, out=sums[..., 1:])
-    stop = np.arange(n_steps)
-    return np.asarray(sums[..., stop] - sums[..., np.maximum(stop - SPIKE_WINDOW, 0)], dtype=np.float64)
+    window = sums[..., :n_steps].copy()
+    window[..., SPIKE_WINDOW:] -= sums[..., : max(0, n_steps - SPIKE_WINDOW)]
+    return window

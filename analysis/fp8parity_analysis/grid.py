@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 
     from fp8parity_analysis.criteria import Criteria
     from fp8parity_analysis.curves import FloatArray, IntArray, RunCurve, Series
+    from fp8parity_analysis.gap import BoolArray
 
 
 def common_steps(series: Sequence[Series]) -> IntArray:
@@ -26,15 +28,42 @@ def common_steps(series: Sequence[Series]) -> IntArray:
     return steps
 
 
-def on_grid(series: Series, steps: IntArray) -> FloatArray:
-    """Return log losses on `steps`, NaN where the run has none (a run that stopped when it diverged)."""
-    if len(series.steps) == len(steps) and np.array_equal(series.steps, steps):
-        return gaps.log_loss(series.loss)
+@dataclass(frozen=True)
+class LogCurves:
+    """Log losses of many runs on one grid.
+
+    `values` [N, K], NaN where a run has none; `rows` finds a run's row by `id(run)`.
+    """
+
+    values: FloatArray
+    rows: Mapping[int, int]
+
+    def of(self, runs: Sequence[RunCurve]) -> FloatArray:
+        """Return the curves of `runs` that have one [r, K]."""
+        return self.values[[self.rows[id(run)] for run in runs if id(run) in self.rows]]
+
+
+def log_curves(runs: Sequence[RunCurve], criteria: Criteria, steps: IntArray) -> LogCurves:
+    """Return the log losses of `runs` on `steps`; a run that stopped early has NaN from there on."""
+    chosen = [(id(run), series) for run in runs if (series := series_of(run, criteria)) is not None]
+    losses = np.array([_on_grid(series, steps) for _, series in chosen]).reshape(len(chosen), len(steps))
+    return LogCurves(gaps.log_loss(losses), {key: row for row, (key, _) in enumerate(chosen)})
+
+
+def _on_grid(series: Series, steps: IntArray) -> FloatArray:
+    if series.steps is steps or np.array_equal(series.steps, steps):
+        return series.loss
     values = np.full(len(steps), np.nan)
-    at = np.minimum(np.searchsorted(series.steps, steps), len(series.steps) - 1)
-    found = series.steps[at] == steps
-    values[found] = gaps.log_loss(series.loss[at[found]])
+    if len(series.steps):
+        at = np.minimum(np.searchsorted(series.steps, steps), len(series.steps) - 1)
+        found = series.steps[at] == steps
+        values[found] = series.loss[at[found]]
     return values
+
+
+def mean_curves(curves: Sequence[FloatArray]) -> FloatArray:
+    """Return the mean curve of each seed's runs [n, K]."""
+    return np.array([logs[0] if len(logs) == 1 else logs.mean(axis=0) for logs in curves])
 
 
 def endpoint_series(run: RunCurve, criteria: Criteria) -> Series:
@@ -61,29 +90,28 @@ def _usable_null(run: RunCurve, control: RunCurve | None, criteria: Criteria) ->
     return bool(np.isfinite(series.loss[-1])) and same and reaches
 
 
-def control_replicas(arm: Arm, steps: IntArray, count: int, criteria: Criteria) -> tuple[Replicas, ...]:
-    """Return control and null runs of every seed, also of seeds without a test run."""
-    seeds = list(dict.fromkeys([*arm.control, *arm.extra]))
+def usable_controls(arm: Arm, criteria: Criteria) -> dict[int, tuple[RunCurve, ...]]:
+    """Return control and null runs that may serve as replicas, also of seeds without a test run."""
     together = {}
-    for seed in seeds:
+    for seed in dict.fromkeys([*arm.control, *arm.extra]):
+        members = (*arm.control.get(seed, ()), *arm.extra.get(seed, ()))
         first = next(iter(arm.control.get(seed, ())), None)
-        nulls = [run for run in arm.extra.get(seed, ()) if _usable_null(run, first, criteria)]
-        controls = [run for run in arm.control.get(seed, ()) if _usable_null(run, first, criteria)]
-        together[seed] = (*controls, *nulls)
-    return replicas_of(together, steps, count, criteria)
+        together[seed] = tuple(run for run in members if _usable_null(run, first, criteria))
+    return together
 
 
 def replicas_of(
-    runs: Mapping[int, tuple[RunCurve, ...]], steps: IntArray, count: int, criteria: Criteria
+    runs: Mapping[int, tuple[RunCurve, ...]], curves: LogCurves, tail_count: int
 ) -> tuple[Replicas, ...]:
-    """Return the complete curves of each seed on `steps`, with their endpoints."""
+    """Return the complete curves of each seed with their endpoints; incomplete ones are left out."""
+    ends = gaps.endpoint(curves.values, tail_count)
+    complete: BoolArray = np.isfinite(curves.values).all(axis=1)
     found = []
     for seed, members in runs.items():
-        logs = [on_grid(series, steps) for run in members if (series := series_of(run, criteria)) is not None]
-        kept = [curve for curve in logs if len(curve) and not np.isnan(curve).any()]
-        if kept:
-            curves = np.array(kept)
-            found.append(Replicas(seed, gaps.endpoint(curves, count), curves))
+        rows = [curves.rows[id(run)] for run in members if id(run) in curves.rows]
+        rows = [row for row in rows if complete[row]]
+        if rows:
+            found.append(Replicas(seed, ends[rows], curves.values[rows]))
     return tuple(found)
 
 

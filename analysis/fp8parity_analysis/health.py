@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -39,7 +40,7 @@ def nonfinite_from(run: RunCurve, criteria: Criteria) -> int | None:
 
 
 def _stretch(series: Series | None) -> int | None:
-    if series is None or not len(series.loss):
+    if series is None or not len(series.loss) or math.isfinite(series.loss[-1]):
         return None
     start = gaps.trailing_start(~np.isfinite(series.loss))
     return int(series.steps[start]) if start < len(series.loss) else None

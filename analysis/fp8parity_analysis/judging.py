@@ -111,10 +111,16 @@ def _curve_evidence(pairs: Pairs) -> Evidence:
         recipe=pairs.arm.recipe,
         seeds=pairs.seeds,
         steps=tuple(pairs.steps.tolist()),
-        gap_by_seed=tuple(tuple(_finite(value) for value in row) for row in pairs.gap.tolist()),
+        gap_by_seed=_rows(pairs.gap),
         endpoint_by_seed=tuple(_finite(value) for value in ends.tolist()),
         tail_from_step=int(pairs.steps[-pairs.tail_count]) if len(pairs.steps) else None,
     )
+
+
+def _rows(values: FloatArray) -> tuple[tuple[float | None, ...], ...]:
+    if np.isfinite(values).all():
+        return tuple(map(tuple, values.tolist()))
+    return tuple(tuple(_finite(value) for value in row) for row in values.tolist())
 
 
 def _finite(value: float) -> float | None:

@@ -7,6 +7,7 @@ of replication. `alpha` is always the size of one one-sided test.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import product
 
 import numpy as np
@@ -56,10 +57,9 @@ def upper_tail(distance: FloatArray, se: FloatArray, df: float) -> FloatArray:
     if df <= 0:
         return np.full(np.shape(distance), np.nan)
     with np.errstate(divide="ignore", invalid="ignore"):
-        ratio = np.where(se > 0, distance / np.where(se > 0, se, 1.0), np.sign(distance) * np.inf)
-        ratio = np.where((se == 0) & (distance == 0), 0.0, ratio)
-    tail = ndtr(-ratio) if np.isinf(df) else stdtr(df, -ratio)
-    return np.asarray(np.where(np.isnan(se), np.nan, tail), dtype=np.float64)
+        ratio = distance / se
+    ratio = np.where((se == 0) & (distance == 0), 0.0, ratio)
+    return np.asarray(ndtr(-ratio) if np.isinf(df) else stdtr(df, -ratio), dtype=np.float64)
 
 
 def _mean(values: FloatArray) -> FloatArray:
@@ -111,12 +111,6 @@ def stated_noise(gap: FloatArray, pair_sd: float, alpha: float) -> Estimate:
     return _estimate(_mean(gap), se, np.inf, alpha, float(ndtri(1.0 - alpha)))
 
 
-def mean_p_greater(values: FloatArray) -> FloatArray:
-    """Return the one-sided t-test p-value of "the mean over the last axis is positive"; NaN for one value."""
-    estimate = paired_t(values, 0.05)
-    return estimate.p_greater()
-
-
 def holm(p_values: npt.ArrayLike) -> FloatArray:
     """Return Holm's (1979) step-down adjusted p-values of `p_values` [k].
 
@@ -131,6 +125,12 @@ def holm(p_values: npt.ArrayLike) -> FloatArray:
     return adjusted
 
 
+@lru_cache(maxsize=16)
+def all_signs(n: int) -> FloatArray:
+    """Return all 2^n sign patterns [2^n, n], all positive first."""
+    return np.array(list(product((1.0, -1.0), repeat=n)))
+
+
 def sign_flip_p(values: FloatArray) -> float | None:
     """Return the exact one-sided sign-flip p-value of "the mean of `values` [n] is positive".
 
@@ -139,8 +139,7 @@ def sign_flip_p(values: FloatArray) -> float | None:
     n = len(values)
     if not 5 <= n <= EXACT_FLIPS_UP_TO:
         return None
-    signs = np.array(list(product((1.0, -1.0), repeat=n)))
-    sums = signs @ values
+    sums = all_signs(n) @ values
     slack = 1e-12 * np.abs(values).sum()
     return float(np.mean(sums >= sums[0] - slack))
 

@@ -12,12 +12,13 @@ from fp8parity_analysis import health
 from fp8parity_analysis.grid import (
     cadence_remarks,
     common_steps,
-    control_replicas,
     control_runs_of,
     endpoint_series,
-    on_grid,
+    log_curves,
+    mean_curves,
     poor_grid_remarks,
     replicas_of,
+    usable_controls,
 )
 from fp8parity_analysis.suspicion import (
     blow_ups,
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 
     from fp8parity_analysis.arms import Arm
     from fp8parity_analysis.criteria import Criteria
-    from fp8parity_analysis.curves import FloatArray, IntArray
+    from fp8parity_analysis.curves import FloatArray, IntArray, RunCurve
     from fp8parity_analysis.noise import Replicas
 
 
@@ -91,6 +92,12 @@ def _nothing(arm: Arm, invalid: tuple[str, ...], warnings: list[str], seeds: tup
     )
 
 
+def _every_run(arm: Arm, nulls: Mapping[int, tuple[RunCurve, ...]]) -> list[RunCurve]:
+    """Return every run of the arm once."""
+    members = [run for runs in (arm.control, nulls, arm.test) for seed in runs for run in runs[seed]]
+    return list({id(run): run for run in members}.values())
+
+
 def _joined(
     arm: Arm, seeds: tuple[int, ...], criteria: Criteria, diverged: Mapping[int, int], warnings: list[str]
 ) -> Pairs:
@@ -103,14 +110,12 @@ def _joined(
     if not len(steps):
         return _nothing(arm, ("the runs have no evaluation step in common",), warnings, seeds)
     warnings += cadence_remarks(whole, criteria, len(steps))
-    control_logs = [
-        np.array([on_grid(endpoint_series(run, criteria), steps) for run in control[seed]]) for seed in seeds
-    ]
-    test_logs = [
-        np.array([on_grid(endpoint_series(run, criteria), steps) for run in arm.test[seed]]) for seed in seeds
-    ]
-    control_mean = np.array([logs.mean(axis=0) for logs in control_logs])
-    gap = np.array([logs.mean(axis=0) for logs in test_logs]) - control_mean
+    null_runs = usable_controls(arm, criteria)
+    curves = log_curves(_every_run(arm, null_runs), criteria, steps)
+    control_logs = [curves.of(control[seed]) for seed in seeds]
+    test_logs = [curves.of(arm.test[seed]) for seed in seeds]
+    control_mean = mean_curves(control_logs)
+    gap = mean_curves(test_logs) - control_mean
     count = 1 if criteria.endpoint == "final" else gaps.tail_count(len(steps), criteria.tail_fraction)
     blown = blow_ups(gap, seeds, steps, diverged)
     gap, masked = mask_transients(gap, seeds, {**diverged, **blown})
@@ -122,8 +127,8 @@ def _joined(
         control_log=control_mean,
         test_runs=np.array([len(logs) for logs in test_logs], dtype=np.float64),
         control_runs=np.array([len(logs) for logs in control_logs], dtype=np.float64),
-        control_nulls=control_replicas(arm, steps, count, criteria),
-        test_nulls=replicas_of(arm.test, steps, count, criteria),
+        control_nulls=replicas_of(null_runs, curves, count),
+        test_nulls=replicas_of(arm.test, curves, count),
         invalid=tuple(suspicious(gap, seeds, steps, count, arm, {**diverged, **blown})),
         diverged={**diverged, **blown},
         warnings=(*warnings, *masked, *poor_grid_remarks(len(steps))),

@@ -109,14 +109,18 @@ def detectable_gap(
 
     None where no test is possible (one seed without null pairs). Bisection, relative precision 1e-9.
     """
-    if n - 1 + null_pairs < 1:
-        return None
-    low, high = 0.0, sd
-    while power_worse(high, n, sd, alpha=alpha, null_pairs=null_pairs) < power and sd > 0:
+    return None if n - 1 + null_pairs < 1 else sd * _detectable_ratio(n, alpha, power, null_pairs)
+
+
+@lru_cache(maxsize=256)
+def _detectable_ratio(n: int, alpha: float, power: float, null_pairs: int) -> float:
+    """Return the detectable gap in units of the sd."""
+    low, high = 0.0, 1.0
+    while power_worse(high, n, 1.0, alpha=alpha, null_pairs=null_pairs) < power:
         low, high = high, 2.0 * high
     while high - low > 1e-9 * high:
         middle = 0.5 * (low + high)
-        if power_worse(middle, n, sd, alpha=alpha, null_pairs=null_pairs) < power:
+        if power_worse(middle, n, 1.0, alpha=alpha, null_pairs=null_pairs) < power:
             low = middle
         else:
             high = middle

@@ -60,30 +60,28 @@ def blow_ups(
     gap: FloatArray, seeds: Sequence[int], steps: IntArray, diverged: Mapping[int, int]
 ) -> dict[int, int]:
     """Return the seeds whose gap stays above 5 % to the end, with the step from which it does."""
-    starts = {
-        seed: gaps.blow_up_start(row) for seed, row in zip(seeds, gap, strict=True) if seed not in diverged
+    starts = gaps.blow_up_starts(gap)
+    return {
+        seed: int(steps[start])
+        for seed, start in zip(seeds, starts, strict=True)
+        if start is not None and seed not in diverged
     }
-    return {seed: int(steps[start]) for seed, start in starts.items() if start is not None}
 
 
 def mask_transients(
     gap: FloatArray, seeds: Sequence[int], diverged: Mapping[int, int]
 ) -> tuple[FloatArray, list[str]]:
     """Mask single evaluations that jump by more than 5 % and come back, and say how many."""
-    kept = gap.copy()
-    remarks = []
-    for row, seed in enumerate(seeds):
-        if seed in diverged:
-            continue
-        lost = int(np.isnan(gap[row]).sum())
-        marks = gaps.transient_gaps(gap[row])
-        kept[row, marks] = np.nan
-        if lost or marks.any():
-            remarks.append(
-                f"seed {seed}: {int(marks.sum())} evaluations with a spike and {lost} with a non-finite loss "
-                "were masked; the run recovered from them"
-            )
-    return kept, remarks
+    marks = gaps.transient_gaps(gap)
+    marks[[row for row, seed in enumerate(seeds) if seed in diverged]] = False
+    spikes, lost = marks.sum(axis=1), np.isnan(gap).sum(axis=1)
+    remarks = [
+        f"seed {seed}: {int(spikes[row])} evaluations with a spike and {int(lost[row])} with a non-finite "
+        "loss were masked; the run recovered from them"
+        for row, seed in enumerate(seeds)
+        if seed not in diverged and (spikes[row] or lost[row])
+    ]
+    return np.where(marks, np.nan, gap), remarks
 
 
 def suspicious(
@@ -91,14 +89,14 @@ def suspicious(
 ) -> Iterator[str]:
     """Yield what makes gaps unbelievable: copied logs, a seed equal to its control, a broken control."""
     live = [row for row, seed in enumerate(seeds) if seed not in diverged]
-    for row in live:
-        start = gaps.blow_up_start(-gap[row])
-        if start is not None:
+    for row, start in enumerate(gaps.blow_up_starts(-gap)):
+        if start is not None and row in live:
             yield (
                 f"seed {seeds[row]}: the control's loss is more than {gaps.BLOW_UP_GAP:.0%} above this arm's "
                 f"from step {int(steps[start])} to the end; the baseline diverged"
             )
-    equal = [row for row in live if np.all(gap[row] == 0)]
+    zero = np.all(gap == 0, axis=1)
+    equal = [row for row in live if zero[row]]
     if equal and len(equal) < len(live) and not arm.null_arm and len(steps) >= _MIN_EVALS_IDENTICAL:
         yield (
             f"seeds {listed([seeds[row] for row in equal])} equal their control exactly while others do "

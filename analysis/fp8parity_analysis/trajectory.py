@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from fp8parity_analysis.paired import all_signs
+
 if TYPE_CHECKING:
     from fp8parity_analysis.gap import FloatArray
 
@@ -73,7 +75,7 @@ def sign_flip(
     ordered = _in_canonical_order(test)
     n = len(ordered)
     exact = 2**n <= draws + 1
-    signs = _all_signs(n) if exact else _random_signs(n, rng, draws)
+    signs = all_signs(n) if exact else _random_signs(n, rng, draws)
     squares = (ordered**2).sum(axis=0)
     means = signs @ ordered / n
     variance = np.maximum(squares - n * means**2, 1e-24 * squares) / (n - 1)
@@ -120,10 +122,6 @@ def _labellings(n: int, n_units: int, rng: np.random.Generator, draws: int) -> F
     labels = np.where(keys <= limit, _random_signs(n_units, rng, draws), 0.0)
     labels[0] = np.arange(n_units) < n
     return np.asarray(labels, dtype=np.float64)
-
-
-def _all_signs(n: int) -> FloatArray:
-    return np.array(list(product((1.0, -1.0), repeat=n)))
 
 
 def _random_signs(n: int, rng: np.random.Generator, draws: int) -> FloatArray:
