@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fp8parity_analysis import schema
-from fp8parity_analysis.store import read_json, write_json
+from fp8parity_analysis.json_files import read_json, write_json
 
 from fp8parity.errors import UsageError
 

@@ -30,6 +30,7 @@ from fp8parity.recipe_file import (
 )
 from fp8parity.shapes import linear_shapes, shape_problems
 from fp8parity.spec import ModelSpec, PrecisionSpec, RunSpec
+from fp8parity.token_meta import BYTE_VOCAB, read_meta
 from fp8parity.yaml_marks import KeyPath, MarkedYaml, load
 
 @dataclass(frozen=True)
@@ -162,8 +163,6 @@ def preflight(spec: RunSpec, vocab_rows: int) -> list[tuple[tuple[str, str], str
 
 def vocab_rows(spec: RunSpec, recipe_dir: Path) -> int:
     """Return the embedding rows, from the data's side file if it exists; `UsageError` when vocabularies clash."""
-    from fp8parity.data import BYTE_VOCAB, read_meta
-
     data_vocab = BYTE_VOCAB
     if spec.data.source == "bin":
         data_vocab = read_meta(resolve_data_path(spec, recipe_dir)).vocab_size

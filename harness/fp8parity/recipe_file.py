@@ -71,6 +71,15 @@ class CriteriaSpec(Frozen):
         False, description="Declare the null pairs to have the FP8 pair's own noise, so that they may be pooled."
     )
     noise_sd: Fraction | None = Field(None, description="Run-to-run sd known from elsewhere; verdicts are provisional.")
+    looks: tuple[Annotated[int, Field(ge=2)], ...] = Field((), description="Numbers of seeds at which one looks.")
+    spending: Literal["bonferroni", "obrien_fleming"] = Field("bonferroni", description="Error rate over the looks.")
+    anytime: bool = Field(False, description="Intervals valid at any number of seeds, instead of declared looks.")
+    correction: Literal["per_comparison", "holm"] = Field(
+        "per_comparison", description="holm: verdicts corrected over the recipes of the study too."
+    )
+    speedup: Annotated[float, Field(gt=0)] | None = Field(
+        None, description="FP8's measured throughput over BF16's; a gap's token cost is weighed against it."
+    )
 
 
 class RuntimeSpec(Frozen):
@@ -78,6 +87,9 @@ class RuntimeSpec(Frozen):
 
     checkpoint_every: PositiveInt | None = Field(None, description="Optimizer steps; default: a tenth of the steps.")
     slots: PositiveInt | None = Field(None, description="Runs at a time; default: cores / train.threads, or GPUs.")
+    tokens_per_s: Annotated[float, Field(gt=0)] | None = Field(
+        None, description="Throughput of one run, for the hours that `plan` states."
+    )
 
 
 class RecipeFile(Frozen):

@@ -20,7 +20,8 @@ import lightning as L
 import numpy as np
 import torch
 from fp8parity_analysis import schema
-from fp8parity_analysis.store import RunWriter, read_json
+from fp8parity_analysis.json_files import read_json
+from fp8parity_analysis.store import RunWriter
 from pydantic import ValidationError
 
 from fp8parity import environment

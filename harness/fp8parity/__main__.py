@@ -1,0 +1,5 @@
+"""`python -m fp8parity`."""
+
+from fp8parity.cli import main
+
+main()

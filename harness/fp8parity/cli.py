@@ -1,0 +1,191 @@
+"""The command line. Each command calls one function; heavy imports wait until a command needs them."""
+
+from __future__ import annotations
+
+import errno
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from fp8parity.errors import EXIT_INTERRUPTED, EXIT_USAGE, Fp8ParityError
+
+app = typer.Typer(
+    name="fp8parity",
+    help="Does training with this FP8 recipe converge like BF16? Paired runs, calibrated statistics, a verdict.\n\n"
+    "Exit codes: 0 pass, 10 fail, 11 inconclusive, 12 invalid comparison, 20 diverged (train), 64 bad input, "
+    "75 interrupted (run again to resume).",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+data_app = typer.Typer(help="Token files.", no_args_is_help=True)
+app.add_typer(data_app, name="data")
+
+Recipe = Annotated[Path, typer.Argument(help="Recipe file (YAML).", show_default=False)]
+# Typer carries its own copy of click, older ones use the installed package; either way this is the base class.
+_ClickError = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
+
+
+def _print_json(document: Any) -> None:
+    sys.stdout.write(json.dumps(document, indent=1, allow_nan=False) + "\n")
+
+
+@app.command()
+def plan(recipe: Recipe, as_json: AsJson = False) -> None:
+    """Show what a recipe file would train, what it could detect, and every error it has. Trains nothing."""
+    from fp8parity import matrix
+    from fp8parity.plan import plan_document
+
+    document = plan_document(matrix.read(recipe))
+    if as_json:
+        _print_json(document)
+        return
+    from rich.console import Console
+
+    from fp8parity.screen import plan_table
+
+    console = Console()
+    console.print(plan_table(document))
+    for line in document["words"]:
+        console.print(line, markup=False, highlight=False)
+
+
+@app.command()
+def run(
+    recipe: Recipe,
+    out: Annotated[Path, typer.Option("--out", help="Study directory; made, or continued.", show_default=False)],
+    slots: Annotated[
+        int | None, typer.Option("--slots", min=1, help="Runs at a time.", show_default="cores or GPUs")
+    ] = None,
+    any_verdict: Annotated[
+        bool, typer.Option("--any-verdict", help="Exit 0 for every valid verdict, whatever it says.")
+    ] = False,
+) -> None:
+    """Train the matrix, judge it and write the report: the main job. Safe to run again, it resumes."""
+    from fp8parity.study_run import run_study
+
+    raise typer.Exit(run_study(recipe, out, slots=slots, any_verdict=any_verdict))
+
+
+@app.command()
+def train(run_dir: Annotated[Path, typer.Argument(help="A run directory with its spec.json.")]) -> None:
+    """Train one run to its end, resuming from its last checkpoint. Exit 0 finished, 20 diverged."""
+    from fp8parity import runner
+
+    raise typer.Exit(runner.train(run_dir))
+
+
+@app.command()
+def judge(
+    paths: Annotated[list[Path], typer.Argument(help="A study or run directory, or files of curves.")],
+    margin: Annotated[str | None, typer.Option(help="Largest gap called equal, such as 0.25%.")] = None,
+    confidence: Annotated[float | None, typer.Option(help="Confidence of the two-sided interval.")] = None,
+    endpoint: Annotated[str | None, typer.Option(help="held_out, train or final.")] = None,
+    eval_precision: Annotated[str | None, typer.Option(help="bf16, or arm: each arm's own forward.")] = None,
+    noise_sd: Annotated[str | None, typer.Option(help="Known run-to-run sd, such as 0.15%.")] = None,
+    null_matched: Annotated[bool, typer.Option("--null-matched", help="Declare that nulls may be pooled.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Judge stored runs or anybody's curves. Trains nothing."""
+    from fp8parity.judging import judge_paths
+
+    judgement = judge_paths(
+        paths,
+        {
+            "margin": margin,
+            "confidence": confidence,
+            "endpoint": endpoint,
+            "eval_precision": eval_precision,
+            "noise_sd": noise_sd,
+            "null_matched": null_matched or None,
+        },
+    )
+    if as_json:
+        _print_json(judgement.to_json())
+    else:
+        from rich.console import Console
+
+        from fp8parity.screen import show_judgement
+
+        show_judgement(Console(), judgement)
+    raise typer.Exit(judgement.exit_code)
+
+
+@app.command()
+def report(study: Annotated[Path, typer.Argument(help="A study directory.")]) -> None:
+    """Write verdicts.json and the report again from what is stored. Trains nothing."""
+    from fp8parity.judging import judge_study, write_results
+
+    for path in write_results(study, judge_study(study, {})):
+        typer.echo(str(path))
+
+
+@app.command()
+def schema() -> None:
+    """Print the JSON Schema of recipe files, for editors."""
+    from fp8parity.json_schema import recipe_schema
+
+    _print_json(recipe_schema())
+
+
+@data_app.command("pack")
+def data_pack(
+    source: Annotated[Path, typer.Argument(help=".txt, .jsonl, .parquet, or a folder of text files.")],
+    out: Annotated[Path, typer.Option("--out", help="The .bin to write.", show_default=False)],
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="A tokenizer.json (needs the tokenizers extra).", show_default="bytes")
+    ] = None,
+    field: Annotated[str, typer.Option(help="Text field of .jsonl and .parquet.")] = "text",
+    held_out_fraction: Annotated[float, typer.Option(help="Share of the documents held out.")] = 0.05,
+) -> None:
+    """Turn text into a token file: whole documents are held out, duplicates removed."""
+    from fp8parity.pack import pack
+
+    meta = pack(source, out, tokenizer=tokenizer, field=field, held_out_fraction=held_out_fraction)
+    typer.echo(
+        f"{out}: {meta.train_tokens:,} training and {meta.n_tokens - meta.train_tokens:,} held-out tokens of "
+        f"{meta.documents:,} documents, vocabulary {meta.vocab_size}, sha256 {meta.sha256}"
+    )
+
+
+def _fail(message: str, code: int) -> int:
+    for line in message.splitlines():
+        sys.stderr.write(f"fp8parity: {line}\n")
+    return code
+
+
+def _run_app(arguments: list[str] | None) -> int:
+    from fp8parity_analysis.errors import BadInputError
+
+    try:
+        result = app(args=arguments, standalone_mode=False)
+        return result if isinstance(result, int) else 0
+    except Fp8ParityError as error:
+        return _fail(str(error), error.exit_code)
+    except BadInputError as error:
+        return _fail(str(error), EXIT_USAGE)
+    except _ClickError as error:
+        return _fail(f"{error.format_message()} (see fp8parity --help)", EXIT_USAGE)  # type: ignore[attr-defined]
+    except (typer.Abort, KeyboardInterrupt):
+        return _fail("interrupted; run the same command again to resume", EXIT_INTERRUPTED)
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in ("torch", "torchao", "lightning"):
+            raise
+        return _fail(f"this command trains, and {error.name} is not installed; pip install 'fp8parity[train]'", EXIT_USAGE)
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        return _fail(f"{error.filename or 'output'}: no space left; free some and run again", EXIT_INTERRUPTED)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command line and exit; failures the user can act on are one line each, without a traceback."""
+    sys.exit(_run_app(arguments))
+
+

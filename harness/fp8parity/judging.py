@@ -1,0 +1,85 @@
+"""From what is stored to verdicts and reports. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from fp8parity_analysis import schema
+from fp8parity_analysis.criteria import Criteria
+from fp8parity_analysis.curves import CurveSet
+from fp8parity_analysis.errors import BadInputError
+from fp8parity_analysis.json_files import read_json, write_json
+from fp8parity_analysis.store import read_runs
+from fp8parity_analysis.verdict import Judgement
+from fp8parity_analysis.verdict import judge as judge_curves
+
+from fp8parity.recipe_file import parse_fraction
+from fp8parity.study import criteria_from_json
+
+_FRACTIONS = ("margin", "noise_sd")
+
+
+def changed_criteria(base: Criteria, options: Mapping[str, Any]) -> Criteria:
+    """Return `base` with the options that were given (not None); percentages become fractions."""
+    given = {key: value for key, value in options.items() if value is not None}
+    for key in _FRACTIONS:
+        if key in given:
+            given[key] = _fraction(key, given[key])
+    return replace(base, **given)
+
+
+def _fraction(key: str, value: Any) -> float:
+    try:
+        return float(parse_fraction(value))
+    except ValueError as error:
+        raise BadInputError(f"--{key.replace('_', '-')}: {value!r} is no fraction; write 0.0025 or 0.25%") from error
+
+
+def judge_study(study_dir: Path, options: Mapping[str, Any]) -> Judgement:
+    """Judge a study directory under its own criteria, changed by `options`.
+
+    Criteria that differ from those recorded at launch make the judgement *post hoc*.
+    """
+    study = read_json(study_dir / schema.STUDY_FILE)
+    criteria = changed_criteria(criteria_from_json(study["criteria"]), options)
+    curves = CurveSet.from_runs(read_runs(study_dir))
+    return judge_curves(curves, criteria, post_hoc=criteria.digest() != study["criteria_at_launch"])
+
+
+def _read_table(path: Path) -> pd.DataFrame:
+    if not path.exists():
+        raise BadInputError(f"{path}: no such file or directory")
+    try:
+        if path.suffix == ".parquet":
+            return pd.read_parquet(path)
+        if path.suffix == ".csv":
+            return pd.read_csv(path)
+    except (OSError, ValueError) as error:
+        raise BadInputError(f"{path}: cannot be read as {path.suffix[1:]} ({error})") from error
+    raise BadInputError(f"{path}: is no study, .csv or .parquet")
+
+
+def judge_paths(paths: Sequence[Path], options: Mapping[str, Any]) -> Judgement:
+    """Judge one study directory, one directory of runs, or files of curves taken together."""
+    if len(paths) == 1 and (paths[0] / schema.STUDY_FILE).exists():
+        return judge_study(paths[0], options)
+    criteria = changed_criteria(Criteria(), options)
+    if len(paths) == 1 and paths[0].is_dir():
+        return judge_curves(CurveSet.from_runs(read_runs(paths[0])), criteria)
+    table = pd.concat([_read_table(path) for path in paths], ignore_index=True)
+    return judge_curves(CurveSet.from_table(table), criteria)
+
+
+def write_results(study_dir: Path, judgement: Judgement) -> tuple[Path, ...]:
+    """Write verdicts.json and the reports of a study directory; returns the paths."""
+    from fp8parity_analysis import report  # draws: matplotlib takes a second to import
+
+    study = read_json(study_dir / schema.STUDY_FILE)
+    verdicts = study_dir / schema.VERDICTS_FILE
+    write_json(verdicts, judgement.to_json())
+    command = f"fp8parity run {study['recipe_file']} --out {study_dir}"
+    return (verdicts, *report.write(study_dir, judgement, read_runs(study_dir), study, reproduce=command))

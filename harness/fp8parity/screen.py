@@ -1,0 +1,143 @@
+"""What the terminal shows: the plan, the live table of runs, the verdicts in words."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.live import Live
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from fp8parity.launch import RunState
+
+if TYPE_CHECKING:
+    from fp8parity_analysis.verdict import Judgement, Verdict
+
+_GATE_STYLE = {"pass": "green", "fail": "red", "inconclusive": "yellow", "invalid": "magenta"}
+
+
+def seconds_text(seconds: float | None) -> str:
+    """Return a duration as 42 s, 3 min 05 s or 2 h 10 min."""
+    if seconds is None:
+        return ""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    minutes, rest = divmod(whole, 60)
+    return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def runs_table(states: Sequence[RunState], finished_before: int) -> Table:
+    """Return the live table: the running runs, and how many wait and are done."""
+    waiting = sum(s.state == "waiting" for s in states)
+    ended = [s for s in states if s.state in ("finished", "diverged", "failed", "refused", "interrupted")]
+    table = Table(title=f"{finished_before + len(ended)} done, {waiting} waiting", title_justify="left")
+    for heading in ("run", "state", "step", "loss", "ETA"):
+        table.add_column(heading, justify="left" if heading in ("run", "state") else "right")
+    for state in states:
+        if state.state in ("running", "starting"):
+            loss = "" if state.loss is None else f"{state.loss:.4f}"
+            step = f"{state.step}/{state.steps}"
+            table.add_row(state.run_id, state.state, step, loss, seconds_text(state.seconds_left))
+    return table
+
+
+@contextlib.contextmanager
+def live_runs(console: Console, finished_before: int) -> Iterator[Callable[[list[RunState]], None]]:
+    """Give a callback that shows the runs: a live table on a terminal, one line per end of a run elsewhere."""
+    if console.is_terminal:
+        with Live(console=console, refresh_per_second=4) as live:
+            yield lambda states: live.update(runs_table(states, finished_before))
+        return
+    seen: set[str] = set()
+
+    def lines(states: list[RunState]) -> None:
+        total = finished_before + len(states)
+        for state in states:
+            if state.state not in ("running", "starting", "waiting") and state.run_id not in seen:
+                seen.add(state.run_id)
+                reason = f": {state.reason}" if state.reason else ""
+                console.print(f"[{finished_before + len(seen)}/{total}] {state.run_id} {state.state}{reason}", markup=False)
+
+    yield lines
+
+
+def percent(value: float | None) -> str:
+    """Return a fraction of the loss as a signed percentage."""
+    return "–" if value is None else f"{100 * value:+.2f} %"
+
+
+def interval_text(bounds: tuple[float | None, float | None]) -> str:
+    """Return an interval as [-0.10, +0.31] in percent, or a dash."""
+    low, high = bounds
+    if low is None and high is None:
+        return "–"
+    shown = ["−∞" if low is None else f"{100 * low:+.2f}", "∞" if high is None else f"{100 * high:+.2f}"]
+    return f"[{shown[0]}, {shown[1]}]"
+
+
+def verdict_table(judgement: Judgement) -> Table:
+    """Return one row per recipe: outcome, gap with interval, margin, seeds."""
+    level = f"{100 * judgement.criteria.confidence:.0f} %"
+    table = Table(title="FP8 against BF16, held-out loss" if judgement.criteria.endpoint != "train" else "FP8 against BF16, training loss", title_justify="left")
+    for heading in ("recipe", "outcome", "gap", f"{level} interval", "margin", "seeds", "null pairs"):
+        table.add_column(heading, justify="left" if heading in ("recipe", "outcome") else "right")
+    for verdict in judgement.verdicts:
+        outcome = Text(verdict.outcome.value, style=_GATE_STYLE[verdict.gate.value])
+        if verdict.provisional:
+            outcome.append(" (provisional)")
+        table.add_row(
+            verdict.recipe,
+            outcome,
+            percent(verdict.gap),
+            interval_text(verdict.interval),
+            f"±{100 * verdict.margin:.2f} %",
+            str(verdict.n_seeds),
+            str(verdict.n_null_pairs),
+        )
+    return table
+
+
+def _print_words(console: Console, verdict: Verdict) -> None:
+    console.print(f"\n[bold]{escape(verdict.recipe)}[/bold]")
+    for reason in verdict.reasons:
+        console.print(f"  {reason}", markup=False, highlight=False)
+    for warning in verdict.warnings:
+        console.print(f"  warning: {warning}", markup=False, highlight=False, style="yellow")
+
+
+def show_judgement(console: Console, judgement: Judgement) -> None:
+    """Print the table, then each verdict in words, then the contrasts."""
+    if judgement.post_hoc:
+        console.print("[yellow]post hoc: the criteria were changed after the runs were launched[/yellow]")
+    console.print(verdict_table(judgement))
+    for verdict in judgement.verdicts:
+        _print_words(console, verdict)
+    for contrast in judgement.contrasts:
+        console.print(
+            f"\n{contrast.a} against {contrast.b}: {percent(contrast.gap)} {interval_text(contrast.interval)}, "
+            f"{contrast.n_seeds} seeds",
+            markup=False,
+            highlight=False,
+        )
+
+
+def plan_table(document: dict[str, Any]) -> Table:
+    """Return the plan's runs grouped by cell and arm."""
+    table = Table(title=f"{document['study']}: {document['runs']} runs, {document['pairs']} pairs", title_justify="left")
+    for heading in ("cell", "arm", "seeds", "steps", "tokens per run", "GEMMs' FLOPs in FP8"):
+        table.add_column(heading, justify="left" if heading in ("cell", "arm") else "right")
+    for arm in document["arms"]:
+        table.add_row(
+            arm["group"],
+            arm["arm"],
+            str(arm["runs"]),
+            str(arm["steps"]),
+            f"{arm['tokens_per_run']:,}",
+            f"{100 * arm['fp8_flop_share']:.0f} %",
+        )
+    return table

@@ -1,0 +1,152 @@
+"""A study directory: the matrix laid out on disk before anything trains. Imports no torch."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from fp8parity_analysis import schema
+from fp8parity_analysis.criteria import Criteria
+from fp8parity_analysis.json_files import read_json, write_json
+
+from fp8parity import environment
+from fp8parity.errors import UsageError
+from fp8parity.matrix import Matrix, PlannedRun, resolve_data_path
+from fp8parity.spec import DataSpec
+from fp8parity.token_meta import read_meta
+
+LOCK_FILE = ".lock"
+
+
+def criteria_of(matrix: Matrix) -> Criteria:
+    """Return the recipe file's criteria as the analysis takes them; the warm-up is burn-in for the trajectory."""
+    warmup = max(run.spec.optim.warmup_steps for run in matrix.runs)
+    return Criteria(**matrix.criteria.model_dump(), burn_in_step=warmup)
+
+
+def criteria_from_json(document: Mapping[str, Any]) -> Criteria:
+    """Rebuild criteria that `Criteria.to_json` wrote."""
+    values = dict(document)
+    values["looks"] = tuple(values.get("looks", ()))
+    values["trend"] = tuple((str(name), float(value)) for name, value in values.get("trend", ()))
+    return Criteria(**values)
+
+
+def _python_sources_file(spec: DataSpec) -> str:
+    text = json.dumps(spec.model_dump(mode="json"), sort_keys=True)
+    return f"python-sources-{hashlib.sha256(text.encode()).hexdigest()[:8]}.bin"
+
+
+def _token_file(out: Path, run: PlannedRun, recipe_dir: Path) -> Path:
+    """Return the run's token file, packing the interpreter's sources once per study."""
+    data = run.spec.data
+    if data.source == "bin":
+        return resolve_data_path(run.spec, recipe_dir)
+    path = out / schema.DATA_DIR / _python_sources_file(data)
+    if not path.exists():
+        from fp8parity.data import pack_python_sources
+
+        pack_python_sources(path, data)
+    return path
+
+
+def _check_corpus(run: PlannedRun, path: Path) -> None:
+    """Fail before the first process starts when the corpus is too short; runner.py checks again with the tokens."""
+    meta = read_meta(path)
+    train = run.spec.train
+    windows = (meta.train_tokens - 1) // train.context - 1
+    held_out = (meta.n_tokens - meta.train_tokens - 1) // train.context
+    if windows < train.batch_size:
+        raise UsageError(
+            f"{path}: {meta.train_tokens} training tokens make {max(windows, 0)} windows of train.context "
+            f"{train.context}, fewer than train.batch_size {train.batch_size}; use a larger corpus"
+        )
+    if held_out < train.eval_sequences:
+        raise UsageError(
+            f"{path}: {meta.n_tokens - meta.train_tokens} held-out tokens make {max(held_out, 0)} sequences of "
+            f"train.context {train.context}, fewer than train.eval_sequences {train.eval_sequences}; use a larger "
+            "corpus or data.held_out_fraction, or fewer sequences"
+        )
+
+
+def _check_same_study(matrix: Matrix, out: Path) -> dict[str, Any] | None:
+    """Return the study already in `out`, or raise `UsageError` when it is another one."""
+    path = out / schema.STUDY_FILE
+    if not path.exists():
+        if out.exists() and any(out.iterdir()):
+            raise UsageError(f"{out}: is not empty and holds no fp8parity study; use another --out directory")
+        return None
+    study = read_json(path)
+    unknown = sorted(set(study.get("runs", ())) - {run.run_id for run in matrix.runs})
+    if study.get("name") != matrix.name or unknown:
+        raise UsageError(
+            f"{out}: holds study {study.get('name')!r} with {len(unknown)} runs that {matrix.recipe_path} does not "
+            f"describe ({', '.join(unknown[:2])}{', ...' if len(unknown) > 2 else ''}); use another --out directory"
+        )
+    return study
+
+
+def lay_out(matrix: Matrix, out: Path) -> list[Path]:
+    """Write study file, recipe copy, token files and one `spec.json` per run; return the run directories in order.
+
+    Safe to call again: finished and interrupted runs are kept, new seeds or arms are added. The criteria of the
+    first call stay recorded as `criteria_at_launch`. Raises `UsageError` when `out` holds another study or other
+    packages, or when a corpus is too short.
+    """
+    study = _check_same_study(matrix, out)
+    environment.check_packages(out)
+    out.mkdir(parents=True, exist_ok=True)
+    recipe_dir = matrix.recipe_path.parent
+    files = {run.run_id: _token_file(out, run, recipe_dir) for run in matrix.runs}
+    for run in matrix.runs:
+        _check_corpus(run, files[run.run_id])
+    criteria = criteria_of(matrix)
+    recipe = matrix.recipe_path.read_bytes()
+    write_json(
+        out / schema.STUDY_FILE,
+        {
+            "schema_version": schema.SCHEMA_VERSION,
+            "name": matrix.name,
+            "description": matrix.description,
+            "recipe_file": str(matrix.recipe_path),
+            "recipe_sha256": hashlib.sha256(recipe).hexdigest(),
+            "criteria": criteria.to_json(),
+            "criteria_digest": criteria.digest(),
+            "criteria_at_launch": study["criteria_at_launch"] if study else criteria.digest(),
+            "created_at": study["created_at"] if study else datetime.now(UTC).isoformat(timespec="seconds"),
+            "runs": [run.run_id for run in matrix.runs],
+        },
+    )
+    (out / schema.RECIPE_COPY).write_bytes(recipe)
+    return [_lay_out_run(run, out, matrix, files[run.run_id]) for run in matrix.runs]
+
+
+def _lay_out_run(run: PlannedRun, out: Path, matrix: Matrix, token_file: Path) -> Path:
+    run_dir = out / schema.RUNS_DIR / run.run_id
+    run_dir.mkdir(parents=True, exist_ok=True)
+    data_path = os.path.relpath(token_file.resolve(), run_dir.resolve())
+    every = matrix.runtime.checkpoint_every or max(1, run.spec.train.steps // 10)
+    document = run.to_json(matrix.name, data_path, every)
+    path = run_dir / schema.SPEC_FILE
+    if not path.exists() or read_json(path) != document:
+        write_json(path, document)
+    return run_dir
+
+
+@contextmanager
+def lock(out: Path) -> Iterator[None]:
+    """Hold the study directory; `UsageError` when another launcher has it. The kernel frees it with the process."""
+    out.mkdir(parents=True, exist_ok=True)
+    with (out / LOCK_FILE).open("w") as handle:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise UsageError(f"{out}: another fp8parity run is working on this directory; wait for it") from error
+        yield

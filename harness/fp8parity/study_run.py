@@ -1,0 +1,60 @@
+"""The main job: lay out, train, judge, report. Imports no torch: training happens in other processes."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from fp8parity_analysis import schema
+from rich.console import Console
+
+from fp8parity import matrix, study
+from fp8parity.errors import Fp8ParityError, UsageError
+from fp8parity.launch import RunState, default_slots, launch
+from fp8parity.screen import live_runs, show_judgement
+
+
+def _raise_on_refusal(states: list[RunState]) -> None:
+    refused = [s for s in states if s.state == "refused"]
+    if refused:
+        raise UsageError("\n".join(f"{s.run_id}: {s.reason.removeprefix('fp8parity: ')}" for s in refused))
+    failed = [s for s in states if s.state in ("failed", "interrupted")]
+    if failed and len(failed) == len(states):
+        reasons = "\n".join(f"{s.run_id}: {s.reason}" for s in failed[:5])
+        raise Fp8ParityError(f"every run failed; the log is in each run directory's {schema.LOG_FILE}\n{reasons}")
+
+
+def run_study(recipe: Path, out: Path, *, slots: int | None, any_verdict: bool) -> int:
+    """Train what is missing, judge everything, write the report; return the exit code of the worst gate.
+
+    With `any_verdict` a valid comparison exits 0 whatever it found. A crashed run leaves the others standing and
+    makes its own comparison INVALID. Raises the errors of `matrix.read`, `study.lay_out` and `launch.launch`.
+    """
+    console = Console()
+    plan = matrix.read(recipe)
+    with study.lock(out):
+        run_dirs = study.lay_out(plan, out)
+        done = sum((path / schema.MANIFEST_FILE).exists() for path in run_dirs)
+        train = plan.runs[0].spec.train
+        n_slots = slots or plan.runtime.slots or default_slots(train.device, train.threads)
+        words = f"{len(run_dirs)} runs, {done} already finished"
+        console.print(f"{plan.name}: {words}" + (f", {n_slots} at a time" if done < len(run_dirs) else ""), markup=False)
+        if done < len(run_dirs):
+            with live_runs(console, done) as on_change:
+                _raise_on_refusal(
+                    launch(out, run_dirs, slots=n_slots, use_gpus=train.device != "cpu", on_change=on_change)
+                )
+        return _judge_and_report(out, console, any_verdict=any_verdict)
+
+
+def _judge_and_report(out: Path, console: Console, *, any_verdict: bool) -> int:
+    from fp8parity_analysis.schema import Gate
+
+    from fp8parity.judging import judge_study, write_results
+
+    judgement = judge_study(out, {})
+    paths = write_results(out, judgement)
+    show_judgement(console, judgement)
+    console.print(f"\nreport: {next(p for p in paths if p.suffix == '.html')}", markup=False, highlight=False)
+    sys.stdout.flush()
+    return 0 if any_verdict and judgement.gate is not Gate.INVALID else judgement.exit_code
