@@ -107,12 +107,18 @@ class CurveSet:
 
         `BadInputError` names a missing column, a value that is no number, or a missing control.
         """
-        streams, notes = table_runs(table)
-        runs: dict[tuple[str, int, int], RunCurve] = {}
-        for stream in streams:
-            key = (stream.arm, stream.seed, stream.replica)
-            runs[key] = _with_stream(runs.get(key) or _external_run(*key, status=stream.status), stream)
-        return CurveSet(tuple(runs.values()), notes)
+        runs, notes = runs_of_table(table)
+        return CurveSet(tuple(runs), notes)
+
+
+def runs_of_table(table: pd.DataFrame) -> tuple[list[RunCurve], tuple[str, ...]]:
+    """Return the runs of an external table in order of appearance, and notes; see `CurveSet.from_table`."""
+    streams, notes = table_runs(table)
+    runs: dict[tuple[str, int, int], RunCurve] = {}
+    for stream in streams:
+        key = (stream.arm, stream.seed, stream.replica)
+        runs[key] = _with_stream(runs.get(key) or _external_run(*key, status=stream.status), stream)
+    return list(runs.values()), notes
 
 
 def _external_run(arm: str, seed: int, replica: int, *, status: Status) -> RunCurve:

@@ -116,7 +116,7 @@ def basis_of(
         sd = criteria.noise_sd * runs_per_gap(pairs, rows) ** 0.5
         text = f"one pair against a stated run-to-run sd of {100 * criteria.noise_sd:.3g} %"
         return Basis(text, "stated", provisional=True, alpha=look.alpha, pair_sd=sd), warnings
-    return Basis("one pair, no measure of its noise", "none", provisional=True, alpha=look.alpha), warnings
+    return Basis("one pair, no measure of its noise", "none", provisional=False, alpha=look.alpha), warnings
 
 
 def _pooled(pairs: Pairs, rows: list[int], floor: NoiseFloor, look: Look) -> tuple[Basis | None, list[str]]:

@@ -105,7 +105,7 @@ def replicas_of(
 ) -> tuple[Replicas, ...]:
     """Return the complete curves of each seed with their endpoints; incomplete ones are left out."""
     ends = gaps.endpoint(curves.values, tail_count)
-    complete: BoolArray = np.isfinite(curves.values).all(axis=1)
+    complete: BoolArray = np.asarray(np.isfinite(curves.values).all(axis=1))
     found = []
     for seed, members in runs.items():
         rows = [curves.rows[id(run)] for run in members if id(run) in curves.rows]

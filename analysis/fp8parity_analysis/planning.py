@@ -18,6 +18,8 @@ Goal = Literal["worse", "equivalent"]
 MAX_SEEDS = 30
 DEFAULT_SEEDS = 5
 POWER = 0.8
+ON_THE_MARGIN = 0.25
+"""A gap closer to the margin than this share of it is said to sit on the margin."""
 
 
 def pair_sd(run_sd: float, replicas_test: int = 1, replicas_control: int = 1) -> float:
@@ -154,4 +156,4 @@ def seeds_to_settle(
         quantiles = float(stdtrit(freedom, 1.0 - alpha)) + float(stdtrit(freedom, beta))
         if quantiles * upper_sd / math.sqrt(total) <= distance:
             return SeedAdvice(total, on_the_margin=False)
-    return SeedAdvice(None, on_the_margin=distance < upper_sd)
+    return SeedAdvice(None, on_the_margin=distance <= ON_THE_MARGIN * margin)
