@@ -288,6 +288,15 @@ def test_the_weight_cast_reads_what_it_says(source: str) -> None:
     assert 1 / 128 < (codes[0] != codes[1]).float().mean().item() < 1 / 10
 
 
+def test_a_bf16_activation_meets_an_fp32_weight_under_autocast() -> None:
+    first, second = convert(layer(32, 48), spec("rowwise")), convert(layer(48, 16), spec("rowwise"))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = second(first(drawn(8, 32, seed=29)))
+    y.float().sum().backward()
+    assert y.dtype == torch.bfloat16
+    assert first.weight.grad is not None
+
+
 def test_mismatched_dtypes_without_autocast_are_an_error() -> None:
     with pytest.raises(
         RuntimeError, match=r"input is torch\.bfloat16 and weight is torch\.float32 without autocast"

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from fp8parity.casts import (
+    GEMMS,
     JITTER_RANGE,
     CastPlan,
     GemmPlan,
@@ -50,13 +51,14 @@ def scaled_mm(
     right_scale: Tensor,
     right_granularity: str,
     block: int,
-    gemm: str,
+    gemm: int,
     out_dtype: torch.dtype,
 ) -> Tensor:
     """Multiply FP8 codes left [P, C], right [Q, C]: (left / scale) @ (right / scale)^T, `out_dtype` [P, Q].
 
     Sums in float64 if that is `out_dtype`, else in float32. An operator of its own, so that a profile proves
-    which GEMMs ran on FP8 codes, also inside a compiled graph; `gemm` only labels it.
+    which GEMMs ran on FP8 codes, also inside a compiled graph; `gemm`, an index into `casts.GEMMS`, only
+    labels it there.
     """
     dtype = torch.float64 if out_dtype == torch.float64 else torch.float32
     a = dequantise(left, left_scale, _layout(left, left_granularity, block), dtype)
@@ -75,7 +77,7 @@ def _(
     right_scale: Tensor,
     right_granularity: str,
     block: int,
-    gemm: str,
+    gemm: int,
     out_dtype: torch.dtype,
 ) -> Tensor:
     return left.new_empty((left.shape[0], right.shape[0]), dtype=out_dtype)
@@ -112,7 +114,7 @@ def multiply(
         right_scale,
         plan.right.granularity,
         plan.left.block,
-        plan.gemm,
+        GEMMS.index(plan.gemm),
         out_dtype,
     )
     return product
@@ -178,7 +180,7 @@ class ReferenceLinear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         """Map input [..., in_features] to [..., out_features] in the compute dtype."""
         dtype = compute_dtype_of(input)
-        if dtype == input.dtype and self.weight.dtype != dtype:
+        if self.weight.dtype != dtype and not torch.is_autocast_enabled(input.device.type):
             raise RuntimeError(
                 f"input is {input.dtype} and weight is {self.weight.dtype} without autocast; "
                 "cast one of them, or run under torch.autocast"
