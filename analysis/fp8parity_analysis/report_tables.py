@@ -1,0 +1,196 @@
+"""Tables of the report that come from the judgement alone: grid, contrasts, noise floor, token cost."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from fp8parity_analysis import report_format as fmt
+from fp8parity_analysis.report_model import Grid, GridBlock, GridCell, GridRow, Table
+from fp8parity_analysis.wording import TITLES, level
+
+if TYPE_CHECKING:
+    from fp8parity_analysis.verdict import Contrast, Judgement, Verdict
+
+_KEPT = re.compile(r"-n(\d+(?:_\d+)?)(?=-|$)")
+
+
+def keys_of(judgement: Judgement) -> dict[str, str]:
+    """Return a short, safe anchor for every recipe: names come from outside, anchors do not."""
+    return {verdict.recipe: f"r{index}" for index, verdict in enumerate(judgement.verdicts, start=1)}
+
+
+def place_of(recipe: str) -> tuple[str, str, str]:
+    """Return (model, recipe without its count, kept GEMMs at each end) as the matrix spells names."""
+    model, _, arm = recipe.rpartition("/")
+    kept = _KEPT.search(arm)
+    return model, _KEPT.sub("", arm, count=1), kept[1].replace("_", " + ") if kept else ""
+
+
+def grid_of(judgement: Judgement) -> Grid | None:
+    """Return recipe by kept GEMMs by model; None when the study has neither axis."""
+    verdicts = [item for item in judgement.verdicts if item.recipe not in judgement.null_recipes]
+    places = {place_of(item.recipe): item for item in verdicts}
+    models = list(dict.fromkeys(model for model, _, _ in places))
+    kept = sorted({n for _, _, n in places}, key=_numeric)
+    recipes = list(dict.fromkeys(recipe for _, recipe, _ in places))
+    if len(models) < 2 and len(kept) < 2:
+        return None
+    keys = keys_of(judgement)
+    digits = fmt.digits_for(judgement.criteria.margin)
+
+    def row(label: str, wanted: Sequence[tuple[str, str, str]]) -> GridRow:
+        found = [places.get(place) for place in wanted]
+        return GridRow(label, tuple(_cell(item, keys, digits) if item else None for item in found))
+
+    if len(kept) > 1:
+        blocks = tuple(
+            GridBlock(model if len(models) > 1 else "", rows)
+            for model in models
+            if (rows := tuple(row(name, [(model, name, n) for n in kept]) for name in recipes))
+        )
+        columns, corner = tuple(_kept_name(n) for n in kept), "kept in BF16 at each end"
+    else:
+        rows = tuple(row(name, [(model, name, kept[0]) for model in models]) for name in recipes)
+        blocks, columns, corner = (GridBlock("", rows),), tuple(models), "model"
+    caption = f"Gap in % of the loss with its interval; margin {fmt.margin(judgement.criteria.margin)}"
+    return Grid(caption, corner, columns, blocks)
+
+
+def _numeric(kept: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in kept.split(" + ")) if kept else (-1,)
+
+
+def _kept_name(kept: str) -> str:
+    return f"N = {kept}" if kept else "not stated"
+
+
+def _cell(verdict: Verdict, keys: Mapping[str, str], digits: int) -> GridCell:
+    gap = fmt.NOTHING if verdict.gap is None else fmt.number(100 * verdict.gap, digits)
+    bounds = fmt.interval(verdict.interval, digits)
+    return GridCell(keys[verdict.recipe], verdict.gate.value, TITLES[verdict.outcome], gap, bounds)
+
+
+def contrasts_table(judgement: Judgement) -> Table | None:
+    """Return recipes against each other, paired by seed; None without a contrast."""
+    if not judgement.contrasts:
+        return None
+    digits = fmt.digits_for(judgement.criteria.margin)
+    return Table(
+        caption="Recipe against recipe, paired by seed",
+        head=("A", "B", "A minus B", "p", "seeds", "reading"),
+        rows=tuple(_contrast_row(item, digits) for item in judgement.contrasts),
+        numeric=(2, 3, 4),
+        notes=(
+            "A recipe that passes beside one that does not is no evidence that they differ: this table is.",
+            f"Intervals {level(judgement.criteria.alpha)}; p two-sided, uncorrected for the number of rows.",
+        ),
+    )
+
+
+def _contrast_row(item: Contrast, digits: int) -> tuple[str, ...]:
+    gap = fmt.gap(item.gap, item.interval, digits)
+    return (item.a, item.b, gap, fmt.p_value(item.p), str(item.n_seeds), _reading(item))
+
+
+def _reading(item: Contrast) -> str:
+    lo, hi = item.interval
+    if lo is None or hi is None:
+        return "no interval"
+    trend = item.a.startswith("trend over ")
+    if lo > 0:
+        return "rises along the axis" if trend else "A is worse"
+    if hi < 0:
+        return "falls along the axis" if trend else "A is better"
+    return "no trend shown" if trend else "no difference shown"
+
+
+_SPREADS = {
+    "control_run": "control run around its seed's mean",
+    "test_run": "FP8 run around its seed's mean",
+    "pair_gap": "gap over seeds",
+    "between_seeds": "control's seed means",
+}
+
+
+def noise_table(judgement: Judgement) -> Table | None:
+    """Return every spread the study could measure; None when it could measure none."""
+    digits = fmt.digits_for(judgement.criteria.margin) + 1
+    rows = [row for item in judgement.verdicts for row in _noise_rows(item, digits)]
+    if not rows:
+        return None
+    return Table(
+        caption="Noise floor: standard deviations in % of the loss",
+        head=("recipe", "of what", "sd", f"{level(judgement.criteria.alpha)} interval", "degrees of freedom"),
+        rows=tuple(rows),
+        numeric=(2, 3, 4),
+        notes=_noise_notes(judgement, digits),
+    )
+
+
+def _noise_rows(verdict: Verdict, digits: int) -> Iterator[tuple[str, ...]]:
+    for key, words in _SPREADS.items():
+        spread = verdict.noise_floor.get(key)
+        if isinstance(spread, Mapping) and spread.get("sd") is not None:
+            bounds = fmt.interval(spread.get("interval") or (None, None), digits, signed=False)
+            sd = fmt.number(100 * spread["sd"], digits, signed=False)
+            yield verdict.recipe, words, sd, bounds or fmt.NOTHING, str(spread.get("df", fmt.NOTHING))
+
+
+def _noise_notes(judgement: Judgement, digits: int) -> tuple[str, ...]:
+    notes = []
+    for item in judgement.verdicts:
+        smallest = item.noise_floor.get("detectable_gap")
+        if smallest is not None and item.recipe not in judgement.null_recipes:
+            notes.append(
+                f"{item.recipe}: the smallest gap that {fmt.plural(item.n_seeds, 'seed')} find with "
+                f"80 % power is {fmt.percent(smallest, digits - 1, signed=False)}{_ratio(item, digits)}."
+            )
+    return tuple(notes)
+
+
+def _ratio(verdict: Verdict, digits: int) -> str:
+    found = verdict.noise_floor.get("variance_ratio") or {}
+    ratio, bounds = found.get("ratio"), found.get("interval") or (None, None)
+    if ratio is None or not ratio < float("inf") or None in bounds:
+        return ""
+    return (
+        f"; the gap varies {ratio:.2g} times as much as null pairs predict (in variance, "
+        f"interval {bounds[0]:.2g} to {bounds[1]:.2g})"
+    )
+
+
+def cost_table(judgement: Judgement, speeds: Mapping[str, float | None]) -> Table | None:
+    """Return what each gap costs in tokens and what speed gives back; None when nothing is known."""
+    costs = [item for item in judgement.verdicts if item.recipe not in judgement.null_recipes]
+    known = [item for item in costs if item.token_cost or speeds.get(item.recipe)]
+    if not known:
+        return None
+    return Table(
+        caption="Price of the gap in training tokens, against the measured speed",
+        head=(
+            "recipe",
+            "extra tokens to close the gap",
+            "speed-up over BF16",
+            "net gain in time",
+            "worth it",
+        ),
+        rows=tuple(_cost_row(item, speeds.get(item.recipe)) for item in known),
+        numeric=(1, 2, 3),
+        notes=tuple(dict.fromkeys(_method(item) for item in known if item.token_cost)),
+    )
+
+
+def _cost_row(verdict: Verdict, speed: float | None) -> tuple[str, ...]:
+    cost: Mapping[str, Any] = verdict.token_cost or {}
+    extra = fmt.gap(cost.get("extra_tokens_frac"), cost.get("interval") or (None, None), 1)
+    speedup = cost.get("speedup") or speed
+    net = fmt.gap(cost.get("net_gain"), cost.get("net_gain_interval") or (None, None), 1)
+    shown = fmt.NOTHING if speedup is None else f"{speedup:.2f} ×"
+    return verdict.recipe, extra, shown, net, str(cost.get("worth_it") or fmt.NOTHING)
+
+
+def _method(verdict: Verdict) -> str:
+    method = (verdict.token_cost or {}).get("method") or "the control's own slope"
+    return f"Extra tokens by the {method}." if not str(method).startswith("the ") else f"By {method}."

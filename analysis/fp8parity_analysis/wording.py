@@ -1,0 +1,181 @@
+"""The plain sentences of the report: one per verdict, one for the study, and what none of them claims."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from fp8parity_analysis import report_format as fmt
+from fp8parity_analysis.schema import Gate, Outcome
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from fp8parity_analysis.criteria import Criteria
+    from fp8parity_analysis.verdict import Judgement, Verdict
+
+TITLES: Mapping[Outcome, str] = {
+    Outcome.IDENTICAL: "Identical",
+    Outcome.INVALID: "Invalid",
+    Outcome.DIVERGED: "Diverged",
+    Outcome.WORSE: "Worse",
+    Outcome.WORSE_MARGIN_UNRESOLVED: "Worse, by how much is open",
+    Outcome.EQUIVALENT: "Equivalent",
+    Outcome.EQUIVALENT_BUT_GROWING: "Equivalent, but growing",
+    Outcome.NON_INFERIOR: "Not worse",
+    Outcome.BETTER: "Better",
+    Outcome.INCONCLUSIVE: "Not settled",
+}
+
+GATE_WORDS: Mapping[Gate, str] = {
+    Gate.PASS: "Pass",
+    Gate.FAIL: "Fail",
+    Gate.INCONCLUSIVE: "Inconclusive",
+    Gate.INVALID: "Invalid",
+}
+
+_GATE_CLAUSES: Mapping[Gate, tuple[str, str]] = {
+    Gate.PASS: ("passes", "pass"),
+    Gate.FAIL: ("fails", "fail"),
+    Gate.INCONCLUSIVE: ("is not settled", "are not settled"),
+    Gate.INVALID: ("has no valid comparison", "have no valid comparison"),
+}
+
+
+_GATE_ORDER = (Gate.PASS, Gate.INCONCLUSIVE, Gate.FAIL, Gate.INVALID)
+_NAMED, _NAMED_WIDTH = 3, 48
+"""Up to so many recipes, with names of so many characters in all, are named in the headline."""
+
+
+def level(alpha: float) -> str:
+    """Return the two-sided level of an interval whose one-sided tests have size `alpha`: `90 %`."""
+    return f"{100 * (1 - 2 * alpha):.4g} %"
+
+
+def sentence(verdict: Verdict, *, null_arm: bool = False) -> str:
+    """Return the verdict as one sentence of plain English about the named recipe."""
+    subject = f"{verdict.recipe}, BF16 against itself," if null_arm else verdict.recipe
+    return f"{subject} {_CLAUSES[verdict.outcome](verdict)}."
+
+
+def _equivalent(verdict: Verdict) -> str:
+    return f"trains like BF16: the whole interval lies within the margin of {fmt.margin(verdict.margin)}"
+
+
+def _growing(verdict: Verdict) -> str:
+    return f"is within the margin of {fmt.margin(verdict.margin)} here, but its gap is still growing"
+
+
+def _non_inferior(verdict: Verdict) -> str:
+    return f"is not worse than BF16 by the margin of {fmt.margin(verdict.margin)[1:]}, and may be better"
+
+
+def _worse(verdict: Verdict) -> str:
+    return f"is worse than BF16 by more than the margin of {fmt.margin(verdict.margin)[1:]}"
+
+
+def _unresolved(verdict: Verdict) -> str:
+    margin = fmt.margin(verdict.margin)[1:]
+    return f"is worse than BF16; whether by more than the margin of {margin} is open{_more_seeds(verdict)}"
+
+
+def _inconclusive(verdict: Verdict) -> str:
+    if verdict.n_seeds == 1 and not any(bound is not None for bound in verdict.interval):
+        return f"is not settled: one pair says nothing about its own noise{_more_seeds(verdict)}"
+    return (
+        f"is not settled: {fmt.plural(verdict.n_seeds, 'seed')} allow both a gap within the margin and one "
+        f"beyond it{_more_seeds(verdict)}"
+    )
+
+
+def _more_seeds(verdict: Verdict) -> str:
+    need = verdict.need_seeds
+    return f"; {fmt.plural(need, 'seed')} in all should settle it" if need and need > verdict.n_seeds else ""
+
+
+def _diverged(verdict: Verdict) -> str:
+    lost = len(verdict.diverged_seeds)
+    start = "" if verdict.onset_step is None else f", from about step {verdict.onset_step:,}"
+    if lost:
+        return f"diverged in {lost} of {fmt.plural(verdict.n_seeds, 'seed')}{start}; its controls did not"
+    return f"parted from BF16: the gap grew beyond the margin of {fmt.margin(verdict.margin)[1:]}{start}"
+
+
+def _identical(verdict: Verdict) -> str:
+    if verdict.gate is Gate.PASS:
+        return "repeats its control to the last digit: this device and this code are deterministic"
+    return "equals its control to the last digit: FP8 was not switched on, or a log was copied"
+
+
+def _invalid(verdict: Verdict) -> str:
+    first = verdict.reasons[0].rstrip(".") if verdict.reasons else "the comparison is not valid"
+    return f"cannot be judged: {first}"
+
+
+_CLAUSES: Mapping[Outcome, Callable[[Verdict], str]] = {
+    Outcome.IDENTICAL: _identical,
+    Outcome.INVALID: _invalid,
+    Outcome.DIVERGED: _diverged,
+    Outcome.WORSE: _worse,
+    Outcome.WORSE_MARGIN_UNRESOLVED: _unresolved,
+    Outcome.EQUIVALENT: _equivalent,
+    Outcome.EQUIVALENT_BUT_GROWING: _growing,
+    Outcome.NON_INFERIOR: _non_inferior,
+    Outcome.BETTER: lambda _: "ends better than BF16: the whole interval lies below zero",
+    Outcome.INCONCLUSIVE: _inconclusive,
+}
+
+
+def headline(judgement: Judgement) -> str:
+    """Return the study in one sentence: how many recipes pass, fail, or are not settled."""
+    judged = [item for item in judgement.verdicts if item.recipe not in judgement.null_recipes]
+    noun = "recipe" if judged else "null arm"
+    judged = judged or list(judgement.verdicts)
+    if not judged:
+        return "Nothing was judged."
+    counts = Counter(item.gate for item in judged)
+    parts = [
+        f"{counts[gate]} {_GATE_CLAUSES[gate][counts[gate] > 1]}" for gate in _GATE_ORDER if counts[gate]
+    ]
+    if len(judged) <= _NAMED and sum(len(item.recipe) for item in judged) <= _NAMED_WIDTH:
+        return _named(judged)
+    if len(judged) == 1:
+        return f"The {noun} {_GATE_CLAUSES[judged[0].gate][0]}."
+    if len(parts) == 1:
+        gate = judged[0].gate
+        everything = f"Both {noun}s" if len(judged) == 2 else f"All {len(judged)} {noun}s"
+        return f"{everything} {_GATE_CLAUSES[gate][1]}."
+    return f"Of {fmt.plural(len(judged), noun)}, {_listed(parts)}."
+
+
+def _named(judged: Sequence[Verdict]) -> str:
+    """Return the few recipes of a small study by name, grouped by gate, the best first."""
+    parts = []
+    for gate in _GATE_ORDER:
+        names = [item.recipe for item in judged if item.gate is gate]
+        if names:
+            parts.append(f"{_listed(names)} {_GATE_CLAUSES[gate][len(names) > 1]}")
+    return "; ".join(parts) + "."
+
+
+def _listed(parts: Sequence[str]) -> str:
+    return " and ".join(parts) if len(parts) < 3 else f"{', '.join(parts[:-1])} and {parts[-1]}"
+
+
+_ENDPOINTS = {
+    "held_out": "mean held-out loss over the last {tail} of the run",
+    "train": "mean training loss over the last {tail} of the run",
+    "final": "held-out loss at the last evaluation",
+}
+_FORWARDS = {"bf16": ", evaluated in BF16 in every arm", "arm": ", evaluated with each arm's own forward"}
+
+
+def rule(criteria: Criteria) -> str:
+    """Return what was decided before the runs, in one sentence."""
+    tail = f"{100 * criteria.tail_fraction:.3g} %"
+    forward = "" if criteria.endpoint == "train" else _FORWARDS[criteria.eval_precision]
+    return (
+        f"The gap is ln(FP8 loss) {fmt.MINUS} ln(BF16 loss), paired by seed; positive is worse. Endpoint: "
+        f"{_ENDPOINTS[criteria.endpoint].format(tail=tail)}{forward}. "
+        f"Margin: {fmt.margin(criteria.margin)} of the loss. Intervals: {level(criteria.alpha)}, over seeds."
+    )
