@@ -28,7 +28,7 @@ from fp8parity.recipe_file import (
     run_spec,
     set_dotted,
 )
-from fp8parity.shapes import linear_shapes, shape_problems
+from fp8parity.shapes import ShapeProblem, linear_shapes, shape_problems
 from fp8parity.spec import ModelSpec, PrecisionSpec, RunSpec
 from fp8parity.token_meta import BYTE_VOCAB, read_meta
 from fp8parity.yaml_marks import KeyPath, MarkedYaml, load
@@ -151,14 +151,20 @@ def preflight(spec: RunSpec, vocab_rows: int) -> list[tuple[tuple[str, str], str
         return [(("precision", key), str(error))]
     if spec.precision.is_bf16:
         return []
-    found: list[tuple[tuple[str, str], str]] = []
     fp8 = set(plan.fp8_fqns)
+    tokens = spec.train.tokens_per_micro_batch
+    grouped: dict[tuple[str, str, int], list[ShapeProblem]] = {}
     for shape in shapes:
         if shape.fqn in fp8:
-            tokens = spec.train.tokens_per_micro_batch
-            problems = shape_problems(shape, tokens, spec.precision.recipe, spec.precision.backend)
-            found += [(("precision", "recipe"), str(p)) for p in problems]
-    return found
+            for problem in shape_problems(shape, tokens, spec.precision.recipe, spec.precision.backend):
+                grouped.setdefault((problem.gemm, problem.dimension, problem.size), []).append(problem)
+    return [(("precision", "recipe"), _shape_message(same)) for same in grouped.values()]
+
+
+def _shape_message(same: Sequence[ShapeProblem]) -> str:
+    """Say one size's problem once, however many linears have it."""
+    others = f" (and {len(same) - 1} more linears)" if len(same) > 1 else ""
+    return f"{same[0]}{others}"
 
 
 def vocab_rows(spec: RunSpec, recipe_dir: Path) -> int:

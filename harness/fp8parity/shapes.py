@@ -78,9 +78,14 @@ class ShapeProblem:
 
     def __str__(self) -> str:
         """Return the one-line message."""
+        remedy = (
+            "M is batch_size / accumulate * context: change train.batch_size or train.context"
+            if self.dimension == "M"
+            else "change the size or keep this layer in BF16 (precision.exclude)"
+        )
         return (
             f"{self.fqn}: GEMM {self.gemm} has {self.dimension} = {self.size}, not a multiple of {self.multiple}; "
-            "change the size or keep this layer in BF16 (precision.exclude)"
+            + remedy
         )
 
 

@@ -80,7 +80,7 @@ def _check_same_study(matrix: Matrix, out: Path) -> dict[str, Any] | None:
     """Return the study already in `out`, or raise `UsageError` when it is another one."""
     path = out / schema.STUDY_FILE
     if not path.exists():
-        if out.exists() and any(out.iterdir()):
+        if out.exists() and any(entry.name != LOCK_FILE for entry in out.iterdir()):
             raise UsageError(f"{out}: is not empty and holds no fp8parity study; use another --out directory")
         return None
     study = read_json(path)

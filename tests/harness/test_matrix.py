@@ -1,0 +1,123 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from fp8parity import matrix
+from fp8parity.errors import UsageError
+from fp8parity_analysis import schema
+
+from .conftest import WriteRecipe
+
+RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))
+
+
+def test_control_is_shared_by_all_arms(write_recipe: WriteRecipe) -> None:
+    plan = matrix.read(write_recipe({"axes": {"precision.keep": [2, 4]}}))
+    assert Counter(run.role for run in plan.runs) == {"control": 2, "null": 2, "test": 8}
+    assert plan.pairs == 8
+    assert {run.arm for run in plan.runs if run.role == "test"} == {
+        "tensorwise-n2", "tensorwise-n4", "rowwise-n2", "rowwise-n4",
+    }  # fmt: skip
+    assert {run.arm for run in plan.runs if run.role == "null"} == {schema.NULL_ARM}
+
+
+def test_pairs_differ_in_precision_only(write_recipe: WriteRecipe) -> None:
+    plan = matrix.read(write_recipe({"axes": {"optim.lr": [0.001, 0.002]}}))
+    controls = {(r.group, r.spec.seed): r.spec for r in plan.runs if r.role == "control"}
+    assert len(controls) == 4
+    for run in plan.runs:
+        control = controls[run.group, run.spec.seed]
+        same = {"precision": control.precision, "replica": 0, "replica_kind": "none"}
+        assert run.spec.model_copy(update=same) == control
+        assert (run.spec.precision != control.precision) == (run.role == "test")
+
+
+def test_run_ids_are_unique_readable_and_content_addressed(write_recipe: WriteRecipe) -> None:
+    first = matrix.read(write_recipe())
+    ids = [run.run_id for run in first.runs]
+    assert len(set(ids)) == len(ids)
+    assert ids[0].startswith("d32l3-s0-bf16-")
+    assert [run.run_id for run in matrix.read(write_recipe()).runs] == ids
+    assert not set(ids) & {r.run_id for r in matrix.read(write_recipe({"base": {"optim": {"lr": 0.01}}})).runs}
+
+
+def test_criteria_and_runtime_do_not_rename_runs(write_recipe: WriteRecipe) -> None:
+    ids = [run.run_id for run in matrix.read(write_recipe()).runs]
+    changed = write_recipe({"criteria": {"margin": "1%"}, "runtime": {"slots": 7, "checkpoint_every": 3}})
+    assert [run.run_id for run in matrix.read(changed).runs] == ids
+
+
+def test_exclude_and_include(write_recipe: WriteRecipe) -> None:
+    changes: dict[str, Any] = {
+        "axes": {"precision.keep": [2, 4]},
+        "exclude": [{"precision.recipe": "rowwise", "precision.keep": 2}],
+        "include": [{"precision.recipe": "rowwise", "precision.keep": 3}],
+    }
+    arms = {run.arm for run in matrix.read(write_recipe(changes)).runs if run.role == "test"}
+    assert arms == {"tensorwise-n2", "tensorwise-n4", "rowwise-n4", "rowwise-n3"}
+
+
+def test_excluding_everything_is_an_error(write_recipe: WriteRecipe) -> None:
+    path = write_recipe({"exclude": [{"precision.recipe": "rowwise"}, {"precision.recipe": "tensorwise"}]})
+    with pytest.raises(UsageError, match="exclude: excludes every cell"):
+        matrix.read(path)
+
+
+def test_null_only_study(write_recipe: WriteRecipe) -> None:
+    plan = matrix.read(write_recipe({"axes": None, "null": [{"kind": "rerun", "replicas": 3}]}))
+    assert Counter(run.role for run in plan.runs) == {"control": 2, "null": 6}
+    with pytest.raises(UsageError, match="nothing to compare"):
+        matrix.read(write_recipe({"axes": None, "null": None}))
+
+
+def test_null_arms_may_have_seeds_of_their_own(write_recipe: WriteRecipe) -> None:
+    plan = matrix.read(write_recipe({"null": [{"kind": "reorder", "seeds": [0, 7]}]}))
+    assert {r.spec.seed for r in plan.runs if r.role == "null"} == {0, 7}
+    assert {r.spec.seed for r in plan.runs if r.role == "control"} == {0, 1, 7}
+    assert {r.spec.seed for r in plan.runs if r.role == "test"} == {0, 1}
+
+
+def test_controls_come_before_their_tests(write_recipe: WriteRecipe) -> None:
+    runs = matrix.read(write_recipe()).runs
+    for seed in (0, 1):
+        roles = [run.role for run in runs if run.spec.seed == seed]
+        assert roles == sorted(roles, key=["control", "null", "test"].index)
+
+
+def test_shape_rule_is_an_error_on_a_cpu_too(write_recipe: WriteRecipe) -> None:
+    with pytest.raises(UsageError, match="GEMM output has N = 72, not a multiple of 16"):
+        matrix.read(write_recipe({"base": {"model": {"ffn_dim": 72}}}))
+
+
+def test_missing_token_file_is_named(write_recipe: WriteRecipe) -> None:
+    with pytest.raises(UsageError, match=r"base.data.path: .*absent.bin: no such token file; make one with"):
+        matrix.read(write_recipe({"base": {"data": {"path": "absent.bin"}}}))
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda p: p.stem)
+def test_shipped_recipes_are_valid(path: Path) -> None:
+    plan = matrix.read(path)
+    assert plan.runs
+    assert plan.name == path.stem
+
+
+def test_a_thousand_cells_without_torch(tmp_path: Path, write_recipe: WriteRecipe) -> None:
+    path = write_recipe({"axes": {"optim.lr": [0.001 + i / 1e5 for i in range(250)]}, "seeds": [0]})
+    code = (
+        "import sys; from pathlib import Path; from fp8parity import matrix;"
+        f"print(len(matrix.read(Path({str(path)!r})).runs), 'torch' in sys.modules)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.split() == ["1000", "False"]
+
+
+def test_spec_document_has_the_contract_keys(write_recipe: WriteRecipe) -> None:
+    run = matrix.read(write_recipe()).runs[0]
+    assert tuple(run.to_json("s", "../x.bin", 3)) == schema.SPEC_KEYS
+    assert yaml.safe_load(yaml.safe_dump(run.to_json("s", "../x.bin", 3)["spec"])) == run.spec.canonical()
