@@ -172,7 +172,8 @@ def read_csv(path: Path, settings: ImportSettings | None = None) -> pa.Table:
         null_values=[""], strings_can_be_null=True, column_types={loss: pa.float64(), **texts}
     )
     try:
-        return pa.csv.read_csv(path, convert_options=options)
+        table = pa.csv.read_csv(path, convert_options=options)
+        return table.rename_columns(table.column_names)  # decodes the header: fails where it is no text
     except (pa.ArrowException, OSError, ValueError) as error:
         raise BadInputError(f"{path}: cannot be read as CSV ({_first_line(error)})") from error
 
@@ -218,7 +219,7 @@ def _from_wandb(table: pa.Table, path: Path, settings: ImportSettings) -> pd.Dat
 
 def _unnamed(what: str, settings: ImportSettings) -> str:
     pattern = settings.run_pattern
-    return f"{what} does not name its arm and seed; rename it (bf16_seed0) or give another pattern than {pattern}"
+    return f"{what} does not name its arm and seed; rename it (bf16_seed0) or give a pattern; it is {pattern}"
 
 
 def _stacked(parts: Sequence[pd.DataFrame], source: str) -> pd.DataFrame:

@@ -98,7 +98,7 @@ class NoiseFloor:
 
     def to_json(self) -> Mapping[str, Any]:
         """Return the report: each spread with interval, degrees of freedom and the name of its estimator."""
-        ratio, low, high = self.ratio
+        ratio, low, high = (value if math.isfinite(value) else None for value in self.ratio)
         return {
             "control_run": self.control_run.to_json(),
             "test_run": self.test_run.to_json(),

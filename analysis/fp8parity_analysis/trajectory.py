@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from fp8parity_analysis.gap import FloatArray
 
 DRAWS = 999
-SATURATION = 0.9
+SATURATION = 0.7
 """Share of its plateau that the null's spread must have reached before the test uses an evaluation."""
 SIGN_FLIP_MIN_SEEDS = 5
 _TIE = 1e-10
@@ -39,7 +39,7 @@ class TrajectoryTest:
 
 
 def burn_in(null: FloatArray) -> int:
-    """Return the first index at which the spread of `null` [u, K] reaches 90 % of its plateau.
+    """Return the first index at which the spread of `null` [u, K] reaches 70 % of its plateau.
 
     The plateau is the median spread over the second half. Before that, rounding noise that saturates faster
     than the null's would be taken for an effect.

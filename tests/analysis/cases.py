@@ -1,4 +1,4 @@
-"""The golden cases: how each is drawn. `python tests/analysis/cases.py` freezes one draw of each in tests/gold."""
+"""The golden cases: how each is drawn. Run as a script, it freezes one draw of each in tests/gold."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _nulls(rng: np.random.Generator, m: int, scale: float = 1.0) -> np.ndarray:
 
 def _after(losses: np.ndarray, step: int, value: float) -> np.ndarray:
     changed = losses.copy()
-    changed[STEPS > step] = value
+    changed[step < STEPS] = value
     return changed
 
 

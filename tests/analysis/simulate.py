@@ -1,6 +1,9 @@
 """Synthetic paired loss curves with a known truth; test support, never imported by the package.
 
-A run of seed s has the log loss  ln L(t) + seed offset + envelope(t) * (persistent chaos + slow wander) + effect(t);
+A run of seed s has the log loss
+
+    ln L(t) + seed offset + envelope(t) * (persistent chaos + slow wander) + effect(t);
+
 the seed offset cancels in a pair, the chaos does not. All sds are fractions of the loss.
 """
 
@@ -10,14 +13,15 @@ from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
+from scipy.signal import lfilter
+
 from fp8parity_analysis.curves import CurveSet, RunCurve, Series
 from fp8parity_analysis.schema import Role
-from scipy.signal import lfilter
 
 
 @dataclass(frozen=True)
 class World:
-    """How noisy training is. `fast_test` lets the noise of the test arm saturate at once, as rounding does."""
+    """How noisy training is. `fast_test`: the noise of the test arm saturates at once, as rounding does."""
 
     n_steps: int = 2000
     eval_every: int = 50
@@ -71,7 +75,9 @@ def effect(kind: str, size: float, world: World = BASE) -> np.ndarray:
     return size * shapes[kind]
 
 
-def runs(rng: np.random.Generator, n_studies: int, n_seeds: int, n_runs: int, world: World = BASE) -> np.ndarray:
+def runs(
+    rng: np.random.Generator, n_studies: int, n_seeds: int, n_runs: int, world: World = BASE
+) -> np.ndarray:
     """Log losses [R, n, runs, K] of runs that differ by chaos only; runs of a seed share its offset."""
     shape = (n_studies, n_seeds, n_runs)
     steps = world.steps
