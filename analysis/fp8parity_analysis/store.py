@@ -58,7 +58,9 @@ class _Stream:
     def append(self, rows: Iterable[Mapping[str, Any]]) -> None:
         for row in rows:
             if set(row) != set(self._columns):
-                raise ValueError(f"{self.path.name}: a row has keys {sorted(row)}, expected {sorted(self._columns)}")
+                raise ValueError(
+                    f"{self.path.name}: a row has keys {sorted(row)}, expected {sorted(self._columns)}"
+                )
             self._handle.write(json.dumps({name: row[name] for name in self._columns}) + "\n")
         self._handle.flush()
 
@@ -135,7 +137,9 @@ class RunRecord:
         return str(self.spec["run_id"])
 
 
-def _table(run_dir: Path, parquet: str, stream: str, columns: tuple[str, ...], *, finished: bool) -> pd.DataFrame:
+def _table(
+    run_dir: Path, parquet: str, stream: str, columns: tuple[str, ...], *, finished: bool
+) -> pd.DataFrame:
     if not finished:
         return read_stream(run_dir / stream, columns)
     path = run_dir / parquet
@@ -165,7 +169,9 @@ def read_run(run_dir: Path) -> RunRecord:
         path=run_dir,
         spec=spec,
         manifest=read_json(run_dir / schema.MANIFEST_FILE) if finished else None,
-        curve=_table(run_dir, schema.CURVE_FILE, schema.CURVE_STREAM, schema.CURVE_COLUMNS, finished=finished),
+        curve=_table(
+            run_dir, schema.CURVE_FILE, schema.CURVE_STREAM, schema.CURVE_COLUMNS, finished=finished
+        ),
         evals=_table(run_dir, schema.EVAL_FILE, schema.EVAL_STREAM, schema.EVAL_COLUMNS, finished=finished),
     )
 

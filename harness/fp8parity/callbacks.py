@@ -16,8 +16,6 @@ from typing import Any
 
 import lightning as L
 import torch
-from fp8parity_analysis import schema
-from fp8parity_analysis.store import RunWriter
 from torch import Tensor
 
 from fp8parity.errors import InterruptedRunError
@@ -25,6 +23,8 @@ from fp8parity.heldout import bf16_twin, held_out_loss
 from fp8parity.module import LMModule, MicroBatch
 from fp8parity.schedule import lr_factor
 from fp8parity.spec import RunSpec
+from fp8parity_analysis import schema
+from fp8parity_analysis.store import RunWriter
 
 FLUSH_EVERY = 10
 """Optimizer steps between copies of the losses to the host."""
@@ -62,7 +62,12 @@ class CurveRecorder(L.Callback):
         self._clock = time.perf_counter()
 
     def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: MicroBatch, batch_idx: int
+        self,
+        trainer: L.Trainer,
+        pl_module: L.LightningModule,
+        outputs: Any,
+        batch: MicroBatch,
+        batch_idx: int,
     ) -> None:
         """Add a micro-batch; when it completed an optimizer step, keep the step's row."""
         assert isinstance(pl_module, LMModule)
@@ -135,7 +140,12 @@ class HeldOutEvaluator(L.Callback):
         self._twin = pl_module.decoder if spec.precision.is_bf16 else bf16_twin(pl_module.decoder, spec)
 
     def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: MicroBatch, batch_idx: int
+        self,
+        trainer: L.Trainer,
+        pl_module: L.LightningModule,
+        outputs: Any,
+        batch: MicroBatch,
+        batch_idx: int,
     ) -> None:
         """Evaluate after every `eval_every` optimizer steps and after the last."""
         train = self.recorder.spec.train
@@ -172,7 +182,12 @@ class NonFiniteGuard(L.Callback):
         self.diverged = False
 
     def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: MicroBatch, batch_idx: int
+        self,
+        trainer: L.Trainer,
+        pl_module: L.LightningModule,
+        outputs: Any,
+        batch: MicroBatch,
+        batch_idx: int,
     ) -> None:
         """Stop on non-finite parameters, or on `NONFINITE_LIMIT` non-finite losses in a row."""
         if self.recorder.streak == 0 or self.recorder.step % FLUSH_EVERY:
@@ -203,7 +218,12 @@ class Checkpointer(L.Callback):
         self._done = trainer.global_step
 
     def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: MicroBatch, batch_idx: int
+        self,
+        trainer: L.Trainer,
+        pl_module: L.LightningModule,
+        outputs: Any,
+        batch: MicroBatch,
+        batch_idx: int,
     ) -> None:
         """Save when the cadence says so; the last step needs no checkpoint."""
         step = trainer.global_step
@@ -250,7 +270,12 @@ class StopOnSignal(L.Callback):
         self.received = number
 
     def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: MicroBatch, batch_idx: int
+        self,
+        trainer: L.Trainer,
+        pl_module: L.LightningModule,
+        outputs: Any,
+        batch: MicroBatch,
+        batch_idx: int,
     ) -> None:
         """Save and leave, between optimizer steps only."""
         step = trainer.global_step
@@ -259,7 +284,9 @@ class StopOnSignal(L.Callback):
             return
         self.checkpointer.save(trainer)
         name = signal.Signals(self.received).name
-        raise InterruptedRunError(f"{name} received: saved at step {step}; run the same command again to resume")
+        raise InterruptedRunError(
+            f"{name} received: saved at step {step}; run the same command again to resume"
+        )
 
 
 class ProgressLines(L.Callback):
@@ -276,7 +303,12 @@ class ProgressLines(L.Callback):
         self._last, self._last_step = time.monotonic(), trainer.global_step
 
     def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: MicroBatch, batch_idx: int
+        self,
+        trainer: L.Trainer,
+        pl_module: L.LightningModule,
+        outputs: Any,
+        batch: MicroBatch,
+        batch_idx: int,
     ) -> None:
         """Print when the interval has passed."""
         now = time.monotonic()

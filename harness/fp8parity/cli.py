@@ -27,7 +27,7 @@ app.add_typer(data_app, name="data")
 
 Recipe = Annotated[Path, typer.Argument(help="Recipe file (YAML).", show_default=False)]
 # Typer carries its own copy of click, older ones use the installed package; either way this is the base class.
-_ClickError = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
+_ClickError: Any = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
 
@@ -59,7 +59,9 @@ def plan(recipe: Recipe, as_json: AsJson = False) -> None:
 @app.command()
 def run(
     recipe: Recipe,
-    out: Annotated[Path, typer.Option("--out", help="Study directory; made, or continued.", show_default=False)],
+    out: Annotated[
+        Path, typer.Option("--out", help="Study directory; made, or continued.", show_default=False)
+    ],
     slots: Annotated[
         int | None, typer.Option("--slots", min=1, help="Runs at a time.", show_default="cores or GPUs")
     ] = None,
@@ -89,7 +91,9 @@ def judge(
     endpoint: Annotated[str | None, typer.Option(help="held_out, train or final.")] = None,
     eval_precision: Annotated[str | None, typer.Option(help="bf16, or arm: each arm's own forward.")] = None,
     noise_sd: Annotated[str | None, typer.Option(help="Known run-to-run sd, such as 0.15%.")] = None,
-    null_matched: Annotated[bool, typer.Option("--null-matched", help="Declare that nulls may be pooled.")] = False,
+    null_matched: Annotated[
+        bool, typer.Option("--null-matched", help="Declare that nulls may be pooled.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Judge stored runs or anybody's curves. Trains nothing."""
@@ -171,21 +175,24 @@ def _run_app(arguments: list[str] | None) -> int:
     except BadInputError as error:
         return _fail(str(error), EXIT_USAGE)
     except _ClickError as error:
-        return _fail(f"{error.format_message()} (see fp8parity --help)", EXIT_USAGE)  # type: ignore[attr-defined]
+        return _fail(f"{error.format_message()} (see fp8parity --help)", EXIT_USAGE)
     except (typer.Abort, KeyboardInterrupt):
         return _fail("interrupted; run the same command again to resume", EXIT_INTERRUPTED)
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in ("torch", "torchao", "lightning"):
             raise
-        return _fail(f"this command trains, and {error.name} is not installed; pip install 'fp8parity[train]'", EXIT_USAGE)
+        return _fail(
+            f"this command trains, and {error.name} is not installed; pip install 'fp8parity[train]'",
+            EXIT_USAGE,
+        )
     except OSError as error:
         if error.errno != errno.ENOSPC:
             raise
-        return _fail(f"{error.filename or 'output'}: no space left; free some and run again", EXIT_INTERRUPTED)
+        return _fail(
+            f"{error.filename or 'output'}: no space left; free some and run again", EXIT_INTERRUPTED
+        )
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line and exit; failures the user can act on are one line each, without a traceback."""
     sys.exit(_run_app(arguments))
-
-

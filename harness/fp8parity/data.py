@@ -37,7 +37,9 @@ def open_tokens(path: Path, expected_sha256: str | None = None) -> tuple[Tokens,
     actual = file_sha256(path)
     for expected, origin in ((meta.sha256, str(side_file(path))), (expected_sha256, "data.sha256")):
         if expected is not None and expected != actual:
-            raise UsageError(f"{path}: sha256 is {actual[:16]}..., but {origin} says {expected[:16]}...; pack it again")
+            raise UsageError(
+                f"{path}: sha256 is {actual[:16]}..., but {origin} says {expected[:16]}...; pack it again"
+            )
     if meta.n_tokens == 0:
         raise UsageError(f"{path}: holds no token; give more text to `fp8parity data pack`")
     return np.memmap(path, dtype=np.dtype(meta.dtype).newbyteorder("<"), mode="r"), meta
@@ -107,7 +109,8 @@ def pack_bytes(documents: Iterable[bytes], path: Path, *, held_out_fraction: flo
     if not train or not held_out:
         raise UsageError(
             f"{source}: {len(train)} training and {len(held_out)} held-out documents after removing empty and "
-            f"duplicate ones; both are needed. Give more documents or another held_out_fraction (now {held_out_fraction})"
+            f"duplicate ones; both are needed. Give more documents or another held_out_fraction "
+            f"(now {held_out_fraction})"
         )
     return write_tokens(
         path,
@@ -224,7 +227,9 @@ def _epoch_order(seed: int, epoch: int, windows: int, context: int) -> tuple[npt
 
 def batch_digest(rows: npt.NDArray[np.int64]) -> str:
     """Return a 16-hex-digit digest of the rows in any order: a reordered batch is the same batch."""
-    each = sorted(hashlib.blake2b(np.ascontiguousarray(row).tobytes(), digest_size=8).digest() for row in rows)
+    each = sorted(
+        hashlib.blake2b(np.ascontiguousarray(row).tobytes(), digest_size=8).digest() for row in rows
+    )
     return hashlib.blake2b(b"".join(each), digest_size=8).hexdigest()
 
 

@@ -7,10 +7,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from fp8parity.errors import UsageError
 from fp8parity_analysis import schema
 from fp8parity_analysis.json_files import read_json, write_json
-
-from fp8parity.errors import UsageError
 
 NUMERICS_VERSION = 1
 """Raised by hand when a change to this program changes the numbers of a run with an unchanged specification."""

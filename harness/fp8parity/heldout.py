@@ -42,6 +42,8 @@ def held_out_loss(
     for part in rows.split(rows_per_batch):
         with context():
             logits = model(part[:, :-1])
-        total += F.cross_entropy(logits.float().flatten(0, 1), part[:, 1:].flatten(), reduction="sum").double()
+        total += F.cross_entropy(
+            logits.float().flatten(0, 1), part[:, 1:].flatten(), reduction="sum"
+        ).double()
     model.train(was_training)
     return float(total / (rows.shape[0] * (rows.shape[1] - 1)))

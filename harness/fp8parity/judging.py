@@ -8,6 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+
+from fp8parity.recipe_file import parse_fraction
+from fp8parity.study import criteria_from_json
 from fp8parity_analysis import schema
 from fp8parity_analysis.criteria import Criteria
 from fp8parity_analysis.curves import CurveSet
@@ -16,9 +19,6 @@ from fp8parity_analysis.json_files import read_json, write_json
 from fp8parity_analysis.store import read_runs
 from fp8parity_analysis.verdict import Judgement
 from fp8parity_analysis.verdict import judge as judge_curves
-
-from fp8parity.recipe_file import parse_fraction
-from fp8parity.study import criteria_from_json
 
 _FRACTIONS = ("margin", "noise_sd")
 
@@ -36,7 +36,9 @@ def _fraction(key: str, value: Any) -> float:
     try:
         return float(parse_fraction(value))
     except ValueError as error:
-        raise BadInputError(f"--{key.replace('_', '-')}: {value!r} is no fraction; write 0.0025 or 0.25%") from error
+        raise BadInputError(
+            f"--{key.replace('_', '-')}: {value!r} is no fraction; write 0.0025 or 0.25%"
+        ) from error
 
 
 def judge_study(study_dir: Path, options: Mapping[str, Any]) -> Judgement:

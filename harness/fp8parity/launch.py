@@ -21,10 +21,9 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Any
 
+from fp8parity.errors import EXIT_DIVERGED, EXIT_INTERRUPTED, EXIT_USAGE, InterruptedRunError
 from fp8parity_analysis import schema
 from fp8parity_analysis.json_files import read_json
-
-from fp8parity.errors import EXIT_DIVERGED, EXIT_INTERRUPTED, EXIT_USAGE, InterruptedRunError
 
 MAX_RETRIES = 2
 """How often an infrastructure fault (a crash, a killed worker) is tried again; a diverged run never is."""
@@ -91,7 +90,9 @@ def visible_gpus() -> list[str]:
         return []
     command = ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"]
     found = subprocess.run(command, capture_output=True, text=True, check=False)
-    return [line.strip() for line in found.stdout.splitlines() if line.strip()] if found.returncode == 0 else []
+    return (
+        [line.strip() for line in found.stdout.splitlines() if line.strip()] if found.returncode == 0 else []
+    )
 
 
 def default_slots(device: str, threads: int) -> int:
@@ -102,7 +103,12 @@ def default_slots(device: str, threads: int) -> int:
 
 def ledger_line(out: Path, run_id: str, event: str, **facts: Any) -> None:
     """Append one line to the study's ledger."""
-    line = {"time": datetime.now(UTC).isoformat(timespec="seconds"), "run_id": run_id, "event": event, **facts}
+    line = {
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "run_id": run_id,
+        "event": event,
+        **facts,
+    }
     with (out / schema.LEDGER_FILE).open("a", encoding="utf-8") as handle:
         handle.write(json.dumps(line) + "\n")
 
@@ -134,12 +140,15 @@ class Launcher:
         return [
             *(_running_state(job) for job in self.running),
             *(RunState(job.run_id, "waiting", 0, job.steps, None, None) for job in self.queue),
-            *(RunState(job.run_id, job.outcome, job.steps, job.steps, None, None, job.reason) for job in self.ended),
+            *(
+                RunState(job.run_id, job.outcome, job.steps, job.steps, None, None, job.reason)
+                for job in self.ended
+            ),
         ]
 
     def _environment(self, job: _Job) -> dict[str, str]:
         threads = str(job.threads)
-        extra = {name: threads for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
+        extra = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), threads)
         if self.gpus:
             extra["CUDA_VISIBLE_DEVICES"] = self.gpus[job.slot % len(self.gpus)]
         return {**os.environ, **extra, "TORCHAO_FORCE_SKIP_LOADING_SO_FILES": "1"}
@@ -240,7 +249,14 @@ def _running_state(job: _Job) -> RunState:
     done = step - job.first_step
     elapsed = time.monotonic() - job.started
     left = elapsed / done * (job.steps - step) if done > 0 else None
-    return RunState(job.run_id, "running" if row else "starting", step, job.steps, row and row["train_loss"], left)
+    return RunState(
+        job.run_id,
+        "running" if row else "starting",
+        step,
+        job.steps,
+        row["train_loss"] if row else None,
+        left,
+    )
 
 
 def _job(run_dir: Path) -> _Job:
@@ -249,13 +265,20 @@ def _job(run_dir: Path) -> _Job:
 
 
 def launch(
-    out: Path, run_dirs: Sequence[Path], *, slots: int, use_gpus: bool, on_change: Callable[[list[RunState]], None]
+    out: Path,
+    run_dirs: Sequence[Path],
+    *,
+    slots: int,
+    use_gpus: bool,
+    on_change: Callable[[list[RunState]], None],
 ) -> list[RunState]:
     """Train the runs that are not finished, `slots` at a time, and return how each of them ended.
 
     Raises `InterruptedRunError` after a signal or when a run was interrupted from outside.
     """
     pending = [path for path in run_dirs if not (path / schema.MANIFEST_FILE).exists()]
-    launcher = Launcher(out, slots, visible_gpus() if use_gpus else [], on_change, [_job(path) for path in pending])
+    launcher = Launcher(
+        out, slots, visible_gpus() if use_gpus else [], on_change, [_job(path) for path in pending]
+    )
     launcher.run()
     return launcher.states()

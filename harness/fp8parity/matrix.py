@@ -12,7 +12,6 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from fp8parity_analysis.schema import SCHEMA_VERSION
 from pydantic import ValidationError
 
 from fp8parity import layer_policy
@@ -32,6 +31,8 @@ from fp8parity.shapes import ShapeProblem, linear_shapes, shape_problems
 from fp8parity.spec import ModelSpec, PrecisionSpec, RunSpec
 from fp8parity.token_meta import BYTE_VOCAB, read_meta
 from fp8parity.yaml_marks import KeyPath, MarkedYaml, load
+from fp8parity_analysis.schema import SCHEMA_VERSION
+
 
 @dataclass(frozen=True)
 class PlannedRun:
@@ -203,17 +204,17 @@ def _arm_label(spec: RunSpec, varying: Sequence[tuple[str, str]]) -> str:
     if {"keep_first", "keep_last"} & set(keys):
         first, last = values["keep_first"], values["keep_last"]
         parts.append(f"n{first}" if first == last else f"n{first}_{last}")
-    for key in keys:
-        if key not in ("keep_first", "keep_last"):
-            parts.append(f"{key}={_short(values[key])}")
-    return "-".join(parts)
+    others = [key for key in keys if key not in ("keep_first", "keep_last")]
+    return "-".join([*parts, *(f"{key}={_short(values[key])}" for key in others)])
 
 
 def _group_label(spec: RunSpec, varying: Sequence[tuple[str, str]]) -> str:
     """Name a cell without its precision: the model, and any other key that varies."""
     values = spec.canonical()
     model_keys = set(ModelSpec.model_fields)
-    extra = [(s, k) for s, k in varying if not (s == "model" and k in model_keys and spec.model.preset != "custom")]
+    extra = [
+        (s, k) for s, k in varying if not (s == "model" and k in model_keys and spec.model.preset != "custom")
+    ]
     return "-".join([spec.model.label, *(f"{k}={_short(values[s][k])}" for s, k in extra)])
 
 
@@ -262,7 +263,9 @@ def expand(recipe: RecipeFile, marked: MarkedYaml) -> Matrix:
     if not cells:
         problems.add(("exclude",), "excludes every cell; nothing is left to run")
     if not has_tests and not recipe.null:
-        problems.add(("null",), "neither an FP8 recipe (axes: precision.recipe) nor a null arm: nothing to compare")
+        problems.add(
+            ("null",), "neither an FP8 recipe (axes: precision.recipe) nor a null arm: nothing to compare"
+        )
     valid = _check_cells(recipe, cells, marked.path.parent, problems, has_tests=has_tests)
     if problems:
         raise UsageError(str(problems))

@@ -91,7 +91,9 @@ class FeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map x [batch, context, dim] to the same shape."""
-        gate, up = self.gate_up_proj(x).chunk(2, dim=-1) if self.fused else (self.gate_proj(x), self.up_proj(x))
+        gate, up = (
+            self.gate_up_proj(x).chunk(2, dim=-1) if self.fused else (self.gate_proj(x), self.up_proj(x))
+        )
         out: Tensor = self.down_proj(F.silu(gate) * up)
         return out
 
@@ -165,7 +167,9 @@ def initialise(model: DecoderLM, seed: int) -> None:
         if parameter.ndim < 2:
             continue
         is_residual = name.endswith(("o_proj.weight", "down_proj.weight"))
-        drawn = torch.empty(parameter.shape).normal_(0.0, residual_std if is_residual else std, generator=generator)
+        drawn = torch.empty(parameter.shape).normal_(
+            0.0, residual_std if is_residual else std, generator=generator
+        )
         parameter.copy_(drawn)
 
 

@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from fp8parity.data import TokenMeta, Tokens, pack_bytes, split_documents, write_tokens
+from fp8parity.data import Tokens, pack_bytes, split_documents, write_tokens
 from fp8parity.errors import UsageError
+from fp8parity.token_meta import TokenMeta
 
 FOLDER_SUFFIXES = (".txt", ".md", ".py", ".rst", ".jsonl", ".parquet")
 
@@ -29,7 +30,9 @@ def _jsonl(path: Path, field: str) -> Iterator[bytes]:
             try:
                 text = json.loads(line)[field]
             except (ValueError, KeyError, TypeError) as error:
-                raise UsageError(f"{path}:{number}: no text in field {field!r} ({error}); name it with --field") from error
+                raise UsageError(
+                    f"{path}:{number}: no text in field {field!r} ({error}); name it with --field"
+                ) from error
             yield str(text).encode()
 
 
@@ -38,7 +41,9 @@ def _parquet(path: Path, field: str) -> Iterator[bytes]:
 
     file = pq.ParquetFile(path)
     if field not in file.schema_arrow.names:
-        raise UsageError(f"{path}: has no column {field!r}; name one of {file.schema_arrow.names} with --field")
+        raise UsageError(
+            f"{path}: has no column {field!r}; name one of {file.schema_arrow.names} with --field"
+        )
     for batch in file.iter_batches(columns=[field]):
         for text in batch.column(0).to_pylist():
             yield str(text).encode()
@@ -51,7 +56,9 @@ def documents_of(path: Path, field: str) -> Iterator[bytes]:
         if not files:
             raise UsageError(f"{path}: holds no file ending in {', '.join(FOLDER_SUFFIXES)}")
         for file in files:
-            yield from documents_of(file, field) if file.suffix in (".jsonl", ".parquet") else [file.read_bytes()]
+            yield from (
+                documents_of(file, field) if file.suffix in (".jsonl", ".parquet") else [file.read_bytes()]
+            )
     elif not path.exists():
         raise UsageError(f"{path}: no such file or folder")
     elif path.suffix == ".jsonl":
@@ -62,7 +69,9 @@ def documents_of(path: Path, field: str) -> Iterator[bytes]:
         yield from _paragraphs(path)
 
 
-def pack(source: Path, out: Path, *, tokenizer: Path | None, field: str, held_out_fraction: float) -> TokenMeta:
+def pack(
+    source: Path, out: Path, *, tokenizer: Path | None, field: str, held_out_fraction: float
+) -> TokenMeta:
     """Pack `source` into `out`; byte-level without `tokenizer`. `UsageError` names what is missing."""
     if out.suffix != ".bin":
         raise UsageError(f"--out {out}: a token file ends in .bin")
@@ -74,12 +83,16 @@ def pack(source: Path, out: Path, *, tokenizer: Path | None, field: str, held_ou
     return _pack_tokenized(documents, out, tokenizer, held_out_fraction, source.name)
 
 
-def _pack_tokenized(documents: Iterator[bytes], out: Path, path: Path, fraction: float, source: str) -> TokenMeta:
+def _pack_tokenized(
+    documents: Iterator[bytes], out: Path, path: Path, fraction: float, source: str
+) -> TokenMeta:
     """Encode with a `tokenizer.json`; one id above its vocabulary separates documents."""
     try:
         from tokenizers import Tokenizer
     except ModuleNotFoundError as error:
-        raise UsageError("--tokenizer needs the tokenizers extra: pip install 'fp8parity[tokenizers]'") from error
+        raise UsageError(
+            "--tokenizer needs the tokenizers extra: pip install 'fp8parity[tokenizers]'"
+        ) from error
     if not path.exists():
         raise UsageError(f"--tokenizer {path}: no such file; give a tokenizer.json")
     tokenizer: Any = Tokenizer.from_file(str(path))
@@ -91,7 +104,9 @@ def _pack_tokenized(documents: Iterator[bytes], out: Path, path: Path, fraction:
 
     train, held_out = split_documents(documents, fraction)
     if not train or not held_out:
-        raise UsageError(f"{source}: {len(train)} training and {len(held_out)} held-out documents; both are needed")
+        raise UsageError(
+            f"{source}: {len(train)} training and {len(held_out)} held-out documents; both are needed"
+        )
     return write_tokens(
         out,
         map(encode, train),

@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from fp8parity_analysis.power_table import power_table
-from fp8parity_analysis.schema import SCHEMA_VERSION
-
 from fp8parity import layer_policy
 from fp8parity.launch import default_slots
 from fp8parity.matrix import Matrix, PlannedRun, vocab_rows
 from fp8parity.shapes import linear_shapes, parameter_count
 from fp8parity.study import criteria_of
+from fp8parity_analysis.power_table import power_table
+from fp8parity_analysis.schema import SCHEMA_VERSION
 
 REFERENCE_RUN_SD = 0.00145
 """Sd of a BF16 run around its own seed's mean, as a fraction of the loss: a 25 M-parameter byte-level decoder after
@@ -67,10 +66,11 @@ def _detection_words(found: dict[str, Any]) -> list[str]:
     )
     if found["detectable_gap"] is None:
         return [f"One seed has no variance of its own: with {source} verdicts are provisional at best."]
-    lines = [
+    detectable = (
         f"Assuming {source}, {found['seeds']} seeds find a gap of {100 * found['detectable_gap']:.2f} % in 80 % of "
         f"studies; the interval is about ±{100 * found['expected_half_width']:.2f} % wide."
-    ]
+    )
+    lines = [detectable]
     if found["expected_half_width"] >= found["margin"]:
         needed = found["seeds_for_equivalent"]
         remedy = f"{needed} seeds would do" if needed else "no number up to 30 would do; widen the margin"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, Field, ValidationError, field_validator
@@ -38,7 +38,9 @@ def parse_fraction(value: Any) -> Any:
         try:
             return float(value.strip()[:-1]) / 100
         except ValueError as error:
-            raise ValueError(f"expected a fraction such as 0.0025 or a percentage such as 0.25%, got {value!r}") from error
+            raise ValueError(
+                f"expected a fraction such as 0.0025 or a percentage such as 0.25%, got {value!r}"
+            ) from error
     return value
 
 
@@ -59,21 +61,34 @@ class NullArm(Frozen):
 class CriteriaSpec(Frozen):
     """What is called equal, fixed before the run and digested apart from the runs."""
 
-    margin: Fraction = Field(0.0025, description="Largest gap called equal, as a fraction of the loss, or '0.25%'.")
+    margin: Fraction = Field(
+        0.0025, description="Largest gap called equal, as a fraction of the loss, or '0.25%'."
+    )
     confidence: Annotated[float, Field(gt=0.5, lt=1)] = Field(
         0.90, description="Confidence of the two-sided interval; 0.90 means two one-sided 5 % tests."
     )
-    endpoint: Literal["held_out", "train", "final"] = Field("held_out", description="The per-seed summary judged.")
+    endpoint: Literal["held_out", "train", "final"] = Field(
+        "held_out", description="The per-seed summary judged."
+    )
     eval_precision: Literal["bf16", "arm"] = Field(
         "bf16", description="Held-out forward: bf16 in every arm, or each arm's own."
     )
     null_matched: bool = Field(
-        False, description="Declare the null pairs to have the FP8 pair's own noise, so that they may be pooled."
+        False,
+        description="Declare the null pairs to have the FP8 pair's own noise, so that they may be pooled.",
     )
-    noise_sd: Fraction | None = Field(None, description="Run-to-run sd known from elsewhere; verdicts are provisional.")
-    looks: tuple[Annotated[int, Field(ge=2)], ...] = Field((), description="Numbers of seeds at which one looks.")
-    spending: Literal["bonferroni", "obrien_fleming"] = Field("bonferroni", description="Error rate over the looks.")
-    anytime: bool = Field(False, description="Intervals valid at any number of seeds, instead of declared looks.")
+    noise_sd: Fraction | None = Field(
+        None, description="Run-to-run sd known from elsewhere; verdicts are provisional."
+    )
+    looks: tuple[Annotated[int, Field(ge=2)], ...] = Field(
+        (), description="Numbers of seeds at which one looks."
+    )
+    spending: Literal["bonferroni", "obrien_fleming"] = Field(
+        "bonferroni", description="Error rate over the looks."
+    )
+    anytime: bool = Field(
+        False, description="Intervals valid at any number of seeds, instead of declared looks."
+    )
     correction: Literal["per_comparison", "holm"] = Field(
         "per_comparison", description="holm: verdicts corrected over the recipes of the study too."
     )
@@ -85,8 +100,12 @@ class CriteriaSpec(Frozen):
 class RuntimeSpec(Frozen):
     """What cannot change a number: not part of a run's identity."""
 
-    checkpoint_every: PositiveInt | None = Field(None, description="Optimizer steps; default: a tenth of the steps.")
-    slots: PositiveInt | None = Field(None, description="Runs at a time; default: cores / train.threads, or GPUs.")
+    checkpoint_every: PositiveInt | None = Field(
+        None, description="Optimizer steps; default: a tenth of the steps."
+    )
+    slots: PositiveInt | None = Field(
+        None, description="Runs at a time; default: cores / train.threads, or GPUs."
+    )
     tokens_per_s: Annotated[float, Field(gt=0)] | None = Field(
         None, description="Throughput of one run, for the hours that `plan` states."
     )
@@ -95,22 +114,30 @@ class RuntimeSpec(Frozen):
 class RecipeFile(Frozen):
     """A recipe file: one base configuration, the axes varied, seeds, null arms and criteria."""
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")] = Field(description="Name of the study.")
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")] = Field(
+        description="Name of the study."
+    )
     description: str = Field("", description="One sentence for the report.")
     base: dict[str, dict[str, Any]] = Field(description="Sections model, data, optim, train, precision.")
     axes: dict[str, tuple[Any, ...]] = Field(
         default_factory=dict, description="Dotted key to a list of values; the matrix is their product."
     )
-    exclude: tuple[dict[str, Any], ...] = Field((), description="Cells whose dotted keys all have these values: out.")
+    exclude: tuple[dict[str, Any], ...] = Field(
+        (), description="Cells whose dotted keys all have these values: out."
+    )
     include: tuple[dict[str, Any], ...] = Field((), description="Further cells: dotted keys over the base.")
-    seeds: Annotated[tuple[NonNegativeInt, ...], Field(min_length=1)] = Field(description="Each seed is one pair.")
+    seeds: Annotated[tuple[NonNegativeInt, ...], Field(min_length=1)] = Field(
+        description="Each seed is one pair."
+    )
     control: dict[str, Any] = Field(
         default_factory=lambda: {"precision.recipe": "bf16"},
         description="Dotted precision keys of the control arm.",
     )
     null: tuple[NullArm, ...] = Field((), description="Replicas of the control.")
     criteria: CriteriaSpec = Field(default_factory=CriteriaSpec, description="How the curves are judged.")
-    runtime: RuntimeSpec = Field(default_factory=RuntimeSpec, description="Cadence and slots; no number changes.")
+    runtime: RuntimeSpec = Field(
+        default_factory=RuntimeSpec, description="Cadence and slots; no number changes."
+    )
 
     @field_validator("axes")
     @classmethod
@@ -165,7 +192,9 @@ def _fields_at(model: type[BaseModel], path: KeyPath) -> list[str]:
         if isinstance(part, int):
             continue
         annotation = current.model_fields[part].annotation if part in current.model_fields else None
-        current = next((a for a in _flatten(annotation) if isinstance(a, type) and issubclass(a, BaseModel)), None)
+        current = next(
+            (a for a in _flatten(annotation) if isinstance(a, type) and issubclass(a, BaseModel)), None
+        )
         if current is None:
             return []
     return list(current.model_fields)
@@ -215,21 +244,26 @@ def _check_keys(values: Mapping[str, Any], problems: Problems) -> None:
         for section in base:
             if section not in SECTIONS:
                 problems.add(("base", section), f"unknown section; {nearest(str(section), SECTIONS)}")
-    axes = values.get("axes")
-    if isinstance(axes, Mapping):
-        _check_dotted(axes, ("axes",), problems)
+    for path, entry in _dotted_entries(values):
+        _check_dotted(entry, path, problems)
+    control = values.get("control")
+    for key in control if isinstance(control, Mapping) else ():
+        if not str(key).startswith("precision."):
+            problems.add(
+                ("control", key), "the control differs from its pair in precision only; vary it in axes"
+            )
+
+
+def _dotted_entries(values: Mapping[str, Any]) -> Iterator[tuple[KeyPath, Mapping[Any, Any]]]:
+    """Yield every mapping of dotted keys in the file with its path."""
+    for name in ("axes", "control"):
+        if isinstance(values.get(name), Mapping):
+            yield (name,), values[name]
     for name in ("exclude", "include"):
         entries = values.get(name)
-        if isinstance(entries, Sequence):
-            for index, entry in enumerate(entries):
-                if isinstance(entry, Mapping):
-                    _check_dotted(entry, (name, index), problems)
-    control = values.get("control")
-    if isinstance(control, Mapping):
-        _check_dotted(control, ("control",), problems)
-        for key in control:
-            if not str(key).startswith("precision."):
-                problems.add(("control", key), "the control differs from its pair in precision only; vary it in axes")
+        for index, entry in enumerate(entries if isinstance(entries, list) else ()):
+            if isinstance(entry, Mapping):
+                yield (name, index), entry
 
 
 def _check_base(base: Any, problems: Problems) -> None:
@@ -282,7 +316,9 @@ def base_sections(recipe: RecipeFile) -> dict[str, dict[str, Any]]:
     return sections
 
 
-def run_spec(sections: Mapping[str, Mapping[str, Any]], seed: int, replica: int, kind: ReplicaKind) -> RunSpec:
+def run_spec(
+    sections: Mapping[str, Mapping[str, Any]], seed: int, replica: int, kind: ReplicaKind
+) -> RunSpec:
     """Build one run's specification; raises pydantic's `ValidationError`."""
     sections = {name: sections.get(name, {}) for name in SECTIONS}
     return RunSpec.model_validate({**sections, "seed": seed, "replica": replica, "replica_kind": kind})

@@ -19,9 +19,6 @@ from typing import Any
 import lightning as L
 import numpy as np
 import torch
-from fp8parity_analysis import schema
-from fp8parity_analysis.json_files import read_json
-from fp8parity_analysis.store import RunWriter
 from pydantic import ValidationError
 
 from fp8parity import environment
@@ -34,11 +31,15 @@ from fp8parity.callbacks import (
     StopOnSignal,
     checkpoints,
 )
-from fp8parity.data import BatchPlan, TokenMeta, Tokens, held_out_rows, open_tokens, training_tokens
+from fp8parity.data import BatchPlan, Tokens, held_out_rows, open_tokens, training_tokens
 from fp8parity.errors import EXIT_DIVERGED, InterruptedRunError, UsageError
 from fp8parity.module import LMModule, TokenDataModule
 from fp8parity.shapes import parameter_count
 from fp8parity.spec import RunSpec
+from fp8parity.token_meta import TokenMeta
+from fp8parity_analysis import schema
+from fp8parity_analysis.json_files import read_json
+from fp8parity_analysis.store import RunWriter
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +85,9 @@ def resolve_device(spec: RunSpec) -> str:
     """Return cpu or cuda; `UsageError` when cuda is asked for and absent."""
     available = torch.cuda.is_available()
     if spec.train.device == "cuda" and not available:
-        raise UsageError("train.device: cuda was asked for, and torch sees no CUDA device; write device: auto or cpu")
+        raise UsageError(
+            "train.device: cuda was asked for, and torch sees no CUDA device; write device: auto or cpu"
+        )
     return "cuda" if available and spec.train.device != "cpu" else "cpu"
 
 

@@ -61,7 +61,10 @@ def live_runs(console: Console, finished_before: int) -> Iterator[Callable[[list
             if state.state not in ("running", "starting", "waiting") and state.run_id not in seen:
                 seen.add(state.run_id)
                 reason = f": {state.reason}" if state.reason else ""
-                console.print(f"[{finished_before + len(seen)}/{total}] {state.run_id} {state.state}{reason}", markup=False)
+                console.print(
+                    f"[{finished_before + len(seen)}/{total}] {state.run_id} {state.state}{reason}",
+                    markup=False,
+                )
 
     yield lines
 
@@ -83,7 +86,12 @@ def interval_text(bounds: tuple[float | None, float | None]) -> str:
 def verdict_table(judgement: Judgement) -> Table:
     """Return one row per recipe: outcome, gap with interval, margin, seeds."""
     level = f"{100 * judgement.criteria.confidence:.0f} %"
-    table = Table(title="FP8 against BF16, held-out loss" if judgement.criteria.endpoint != "train" else "FP8 against BF16, training loss", title_justify="left")
+    table = Table(
+        title="FP8 against BF16, held-out loss"
+        if judgement.criteria.endpoint != "train"
+        else "FP8 against BF16, training loss",
+        title_justify="left",
+    )
     for heading in ("recipe", "outcome", "gap", f"{level} interval", "margin", "seeds", "null pairs"):
         table.add_column(heading, justify="left" if heading in ("recipe", "outcome") else "right")
     for verdict in judgement.verdicts:
@@ -128,7 +136,9 @@ def show_judgement(console: Console, judgement: Judgement) -> None:
 
 def plan_table(document: dict[str, Any]) -> Table:
     """Return the plan's runs grouped by cell and arm."""
-    table = Table(title=f"{document['study']}: {document['runs']} runs, {document['pairs']} pairs", title_justify="left")
+    table = Table(
+        title=f"{document['study']}: {document['runs']} runs, {document['pairs']} pairs", title_justify="left"
+    )
     for heading in ("cell", "arm", "seeds", "steps", "tokens per run", "GEMMs' FLOPs in FP8"):
         table.add_column(heading, justify="left" if heading in ("cell", "arm") else "right")
     for arm in document["arms"]:

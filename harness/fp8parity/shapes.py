@@ -35,14 +35,23 @@ def _block_groups(model: ModelSpec, block: int) -> list[list[tuple[str, int, int
     qkv = (
         [(f"{attn}.qkv_proj", model.dim, q + 2 * kv)]
         if model.fused_qkv
-        else [(f"{attn}.q_proj", model.dim, q), (f"{attn}.k_proj", model.dim, kv), (f"{attn}.v_proj", model.dim, kv)]
+        else [
+            (f"{attn}.q_proj", model.dim, q),
+            (f"{attn}.k_proj", model.dim, kv),
+            (f"{attn}.v_proj", model.dim, kv),
+        ]
     )
     gate_up = (
         [(f"{ffn}.gate_up_proj", model.dim, 2 * model.ffn_dim)]
         if model.fused_gate_up
         else [(f"{ffn}.gate_proj", model.dim, model.ffn_dim), (f"{ffn}.up_proj", model.dim, model.ffn_dim)]
     )
-    return [qkv, [(f"{attn}.o_proj", q, model.dim)], gate_up, [(f"{ffn}.down_proj", model.ffn_dim, model.dim)]]
+    return [
+        qkv,
+        [(f"{attn}.o_proj", q, model.dim)],
+        gate_up,
+        [(f"{ffn}.down_proj", model.ffn_dim, model.dim)],
+    ]
 
 
 def linear_shapes(model: ModelSpec, vocab_size: int) -> tuple[LinearShape, ...]:
@@ -56,7 +65,9 @@ def linear_shapes(model: ModelSpec, vocab_size: int) -> tuple[LinearShape, ...]:
     grouped.append((None, [("head", model.dim, vocab_size)]))
     shapes: list[LinearShape] = []
     for index, (block_of, group) in enumerate(grouped):
-        shapes += [LinearShape(fqn, k, n, len(shapes) + i, index, block_of) for i, (fqn, k, n) in enumerate(group)]
+        shapes += [
+            LinearShape(fqn, k, n, len(shapes) + i, index, block_of) for i, (fqn, k, n) in enumerate(group)
+        ]
     return tuple(shapes)
 
 
@@ -103,4 +114,6 @@ def shape_problems(shape: LinearShape, tokens: int, recipe: str, backend: str) -
     wanted = [("output", "K", shape.k), ("output", "N", shape.n)]
     if recipe != "rowwise_with_gw_hp":
         wanted.append(("grad_weight", "M", tokens))
-    return [ShapeProblem(shape.fqn, gemm, name, size, multiple) for gemm, name, size in wanted if size % multiple]
+    return [
+        ShapeProblem(shape.fqn, gemm, name, size, multiple) for gemm, name, size in wanted if size % multiple
+    ]

@@ -25,7 +25,9 @@ FP8_DIM_MULTIPLE = 16
 def _no_bool(value: Any) -> Any:
     # YAML 1.1 reads on/off/yes/no as booleans, and a boolean would silently count as 0 or 1.
     if isinstance(value, bool):
-        raise ValueError(f"expected a number, got the boolean {str(value).lower()} (YAML reads on/off/yes/no so)")
+        raise ValueError(
+            f"expected a number, got the boolean {str(value).lower()} (YAML reads on/off/yes/no so)"
+        )
     return value
 
 
@@ -60,7 +62,8 @@ class ModelSpec(Frozen):
     n_kv_heads: PositiveInt = Field(description="Key/value heads (grouped-query attention); divides n_heads.")
     ffn_dim: PositiveInt = Field(description="Inner width of the SwiGLU feed-forward.")
     vocab_size: PositiveInt | None = Field(
-        None, description="Rows of the embedding; default: the data's vocabulary rounded up to a multiple of 16."
+        None,
+        description="Rows of the embedding; default: the data's vocabulary rounded up to a multiple of 16.",
     )
     tied_head: bool = Field(False, description="Use the embedding as output head.")
     fused_qkv: bool = Field(False, description="One linear for q, k and v instead of three.")
@@ -68,7 +71,8 @@ class ModelSpec(Frozen):
     rope_theta: PositiveFloat = Field(10_000.0, description="Base of the rotary position embedding.")
     norm_eps: PositiveFloat = Field(1e-5, description="Epsilon of RMSNorm.")
     init_std: PositiveFloat = Field(
-        0.02, description="Standard deviation of the initial weights; residual projections get init_std/sqrt(2 L)."
+        0.02,
+        description="Standard deviation of the initial weights; residual projections get init_std/sqrt(2 L).",
     )
 
     @model_validator(mode="before")
@@ -83,7 +87,9 @@ class ModelSpec(Frozen):
         if self.dim % self.n_heads:
             raise ValueError(f"dim {self.dim} is not divisible by n_heads {self.n_heads}")
         if (self.dim // self.n_heads) % 2:
-            raise ValueError(f"head width {self.dim // self.n_heads} is odd; rotary embedding needs an even one")
+            raise ValueError(
+                f"head width {self.dim // self.n_heads} is odd; rotary embedding needs an even one"
+            )
         if self.n_heads % self.n_kv_heads:
             raise ValueError(f"n_heads {self.n_heads} is not divisible by n_kv_heads {self.n_kv_heads}")
         return self
@@ -116,7 +122,8 @@ class DataSpec(Frozen):
     )
     max_mib: PositiveFloat | None = Field(None, description="python-sources: stop after about this many MiB.")
     held_out_fraction: Annotated[float, BeforeValidator(_no_bool), Field(gt=0, lt=0.5)] = Field(
-        0.05, description="Share of the files (python-sources) or of the tokens (a .bin without splits) held out."
+        0.05,
+        description="Share of the files (python-sources) or of the tokens (a .bin without splits) held out.",
     )
 
     @model_validator(mode="after")
@@ -132,11 +139,17 @@ class OptimSpec(Frozen):
     """AdamW with clipping and a schedule, equal in both arms."""
 
     lr: PositiveFloat = Field(description="Peak learning rate.")
-    beta1: Annotated[float, BeforeValidator(_no_bool), Field(ge=0, lt=1)] = Field(0.9, description="AdamW beta1.")
-    beta2: Annotated[float, BeforeValidator(_no_bool), Field(ge=0, lt=1)] = Field(0.95, description="AdamW beta2.")
+    beta1: Annotated[float, BeforeValidator(_no_bool), Field(ge=0, lt=1)] = Field(
+        0.9, description="AdamW beta1."
+    )
+    beta2: Annotated[float, BeforeValidator(_no_bool), Field(ge=0, lt=1)] = Field(
+        0.95, description="AdamW beta2."
+    )
     eps: PositiveFloat = Field(1e-8, description="AdamW epsilon.")
     weight_decay: NonNegativeFloat = Field(0.1, description="Decay of the matrices; norms are not decayed.")
-    clip_norm: PositiveFloat | None = Field(1.0, description="Global gradient norm is clipped to this; null: off.")
+    clip_norm: PositiveFloat | None = Field(
+        1.0, description="Global gradient norm is clipped to this; null: off."
+    )
     schedule: Literal["cosine", "wsd", "constant"] = Field("cosine", description="Shape after the warm-up.")
     warmup_steps: NonNegativeInt = Field(0, description="Linear warm-up, in optimizer steps.")
     min_lr_ratio: Annotated[float, BeforeValidator(_no_bool), Field(ge=0, le=1)] = Field(
@@ -165,10 +178,14 @@ class TrainSpec(Frozen):
     )
     compile: Compile = Field("off", description="off, or blocks: torch.compile each decoder block.")
     activation_checkpointing: bool = Field(False, description="Recompute each block in the backward pass.")
-    eval_every: PositiveInt = Field(description="Optimizer steps between held-out evaluations; the last step too.")
+    eval_every: PositiveInt = Field(
+        description="Optimizer steps between held-out evaluations; the last step too."
+    )
     eval_sequences: PositiveInt = Field(64, description="Sequences of the fixed held-out set.")
     device: Device = Field("auto", description="auto: cuda where there is one, else cpu.")
-    threads: PositiveInt = Field(1, description="CPU threads of one run; changes the order of sums, so it is hashed.")
+    threads: PositiveInt = Field(
+        1, description="CPU threads of one run; changes the order of sums, so it is hashed."
+    )
 
     @field_validator("compile", mode="before")
     @classmethod
@@ -181,7 +198,9 @@ class TrainSpec(Frozen):
         if self.batch_size % self.accumulate:
             raise ValueError(f"batch_size {self.batch_size} is not divisible by accumulate {self.accumulate}")
         if self.eval_every > self.steps:
-            raise ValueError(f"eval_every {self.eval_every} is larger than steps {self.steps}: nothing to compare")
+            raise ValueError(
+                f"eval_every {self.eval_every} is larger than steps {self.steps}: nothing to compare"
+            )
         return self
 
     @property
@@ -199,16 +218,21 @@ class PrecisionSpec(Frozen):
     """How the linears compute: the only section in which the two arms of a pair differ."""
 
     recipe: RecipeName = Field(description="bf16, or the FP8 precision recipe (torchao's names).")
-    backend: Backend = Field("torchao_float8", description="What executes the FP8 GEMMs; never chosen silently.")
+    backend: Backend = Field(
+        "torchao_float8", description="What executes the FP8 GEMMs; never chosen silently."
+    )
     weight_cast_source: Literal["compute", "master"] = Field(
-        "compute", description="The FP8 weight cast reads the bf16 copy (as FSDP2, Megatron, TE) or the fp32 master."
+        "compute",
+        description="The FP8 weight cast reads the bf16 copy (as FSDP2, Megatron, TE) or the fp32 master.",
     )
     unit: Literal["gemm", "linear", "block"] = Field(
         "gemm", description="What keep_first/keep_last count; linears that read the same input are one gemm."
     )
     keep_first: NonNegativeInt = Field(0, description="How many units at the start stay in BF16.")
     keep_last: NonNegativeInt = Field(0, description="How many units at the end stay in BF16.")
-    include: tuple[str, ...] = Field((), description="Only these FQNs may be FP8: globs, or re:REGEX. Empty: all.")
+    include: tuple[str, ...] = Field(
+        (), description="Only these FQNs may be FP8: globs, or re:REGEX. Empty: all."
+    )
     exclude: tuple[str, ...] = Field((), description="These FQNs stay in BF16: globs, or re:REGEX.")
     convert_head: bool = Field(False, description="Let the output head be FP8 too, and count it.")
 
@@ -244,5 +268,7 @@ class RunSpec(Frozen):
 
     def hash(self) -> str:
         """Return the sha256 of the canonical JSON and the spec version, in hex."""
-        text = json.dumps({"spec_version": SPEC_VERSION, **self.canonical()}, sort_keys=True, separators=(",", ":"))
+        text = json.dumps(
+            {"spec_version": SPEC_VERSION, **self.canonical()}, sort_keys=True, separators=(",", ":")
+        )
         return hashlib.sha256(text.encode()).hexdigest()

@@ -12,15 +12,14 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from fp8parity_analysis import schema
-from fp8parity_analysis.criteria import Criteria
-from fp8parity_analysis.json_files import read_json, write_json
-
 from fp8parity import environment
 from fp8parity.errors import UsageError
 from fp8parity.matrix import Matrix, PlannedRun, resolve_data_path
 from fp8parity.spec import DataSpec
 from fp8parity.token_meta import read_meta
+from fp8parity_analysis import schema
+from fp8parity_analysis.criteria import Criteria
+from fp8parity_analysis.json_files import read_json, write_json
 
 LOCK_FILE = ".lock"
 
@@ -148,5 +147,7 @@ def lock(out: Path) -> Iterator[None]:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            raise UsageError(f"{out}: another fp8parity run is working on this directory; wait for it") from error
+            raise UsageError(
+                f"{out}: another fp8parity run is working on this directory; wait for it"
+            ) from error
         yield

@@ -5,13 +5,13 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from fp8parity_analysis import schema
 from rich.console import Console
 
 from fp8parity import matrix, study
 from fp8parity.errors import Fp8ParityError, UsageError
 from fp8parity.launch import RunState, default_slots, launch
 from fp8parity.screen import live_runs, show_judgement
+from fp8parity_analysis import schema
 
 
 def _raise_on_refusal(states: list[RunState]) -> None:
@@ -21,7 +21,9 @@ def _raise_on_refusal(states: list[RunState]) -> None:
     failed = [s for s in states if s.state in ("failed", "interrupted")]
     if failed and len(failed) == len(states):
         reasons = "\n".join(f"{s.run_id}: {s.reason}" for s in failed[:5])
-        raise Fp8ParityError(f"every run failed; the log is in each run directory's {schema.LOG_FILE}\n{reasons}")
+        raise Fp8ParityError(
+            f"every run failed; the log is in each run directory's {schema.LOG_FILE}\n{reasons}"
+        )
 
 
 def run_study(recipe: Path, out: Path, *, slots: int | None, any_verdict: bool) -> int:
@@ -38,7 +40,9 @@ def run_study(recipe: Path, out: Path, *, slots: int | None, any_verdict: bool) 
         train = plan.runs[0].spec.train
         n_slots = slots or plan.runtime.slots or default_slots(train.device, train.threads)
         words = f"{len(run_dirs)} runs, {done} already finished"
-        console.print(f"{plan.name}: {words}" + (f", {n_slots} at a time" if done < len(run_dirs) else ""), markup=False)
+        console.print(
+            f"{plan.name}: {words}" + (f", {n_slots} at a time" if done < len(run_dirs) else ""), markup=False
+        )
         if done < len(run_dirs):
             with live_runs(console, done) as on_change:
                 _raise_on_refusal(
@@ -48,9 +52,8 @@ def run_study(recipe: Path, out: Path, *, slots: int | None, any_verdict: bool) 
 
 
 def _judge_and_report(out: Path, console: Console, *, any_verdict: bool) -> int:
-    from fp8parity_analysis.schema import Gate
-
     from fp8parity.judging import judge_study, write_results
+    from fp8parity_analysis.schema import Gate
 
     judgement = judge_study(out, {})
     paths = write_results(out, judgement)

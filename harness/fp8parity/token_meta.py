@@ -43,7 +43,9 @@ def side_file(path: Path) -> Path:
 def read_meta(path: Path) -> TokenMeta:
     """Read the side file of `path`; `UsageError` says what is missing and how to make it."""
     if not path.exists():
-        raise UsageError(f"{path}: no such token file; make one with `fp8parity data pack SOURCE --out {path}`")
+        raise UsageError(
+            f"{path}: no such token file; make one with `fp8parity data pack SOURCE --out {path}`"
+        )
     try:
         return TokenMeta(**json.loads(side_file(path).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError) as error:

@@ -30,7 +30,9 @@ class MarkedYaml:
         return 1
 
 
-def _walk(node: yaml.Node, path: KeyPath, lines: dict[KeyPath, int], duplicates: list[tuple[int, str]]) -> None:
+def _walk(
+    node: yaml.Node, path: KeyPath, lines: dict[KeyPath, int], duplicates: list[tuple[int, str]]
+) -> None:
     if isinstance(node, yaml.MappingNode):
         for key, value in node.value:
             child = (*path, key.value)
@@ -59,7 +61,9 @@ def load(path: Path) -> MarkedYaml:
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
-        raise UsageError(f"{path}: cannot be read ({error.strerror}); give the path of a recipe file") from error
+        raise UsageError(
+            f"{path}: cannot be read ({error.strerror}); give the path of a recipe file"
+        ) from error
     except UnicodeDecodeError as error:
         raise UsageError(f"{path}: is not UTF-8 text ({error.reason})") from error
     try:
@@ -70,11 +74,15 @@ def load(path: Path) -> MarkedYaml:
         line = mark.line + 1 if mark else 1
         raise UsageError(f"{path}:{line}: not valid YAML: {getattr(error, 'problem', error)}") from error
     if node is None or not isinstance(values, dict):
-        raise UsageError(f"{path}:1: a recipe file is a mapping with base, axes, seeds and criteria; see docs/recipes.md")
+        raise UsageError(
+            f"{path}:1: a recipe file is a mapping with base, axes, seeds and criteria; see docs/recipes.md"
+        )
     values = _named_keys(values)
     lines: dict[KeyPath, int] = {}
     duplicates: list[tuple[int, str]] = []
     _walk(node, (), lines, duplicates)
     if duplicates:
-        raise UsageError("\n".join(f"{path}:{line}: {key}: written twice; keep one" for line, key in duplicates))
+        raise UsageError(
+            "\n".join(f"{path}:{line}: {key}: written twice; keep one" for line, key in duplicates)
+        )
     return MarkedYaml(path, values, lines)

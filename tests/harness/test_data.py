@@ -5,6 +5,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from fp8parity.data import (
     BatchPlan,
     batch_digest,
@@ -19,8 +22,6 @@ from fp8parity.data import (
 from fp8parity.errors import UsageError
 from fp8parity.spec import DataSpec
 from fp8parity.token_meta import SEPARATOR, side_file
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 TOKENS = np.arange(1000, dtype=np.uint16)
 
@@ -44,7 +45,10 @@ def test_rows_are_contiguous_windows() -> None:
 
 @settings(max_examples=30, deadline=None)
 @given(
-    context=st.integers(1, 40), batch=st.integers(1, 9), seed=st.integers(0, 2**31), length=st.integers(100, 2000)
+    context=st.integers(1, 40),
+    batch=st.integers(1, 9),
+    seed=st.integers(0, 2**31),
+    length=st.integers(100, 2000),
 )
 def test_each_epoch_visits_every_window_once(context: int, batch: int, seed: int, length: int) -> None:
     batches = BatchPlan(np.arange(length, dtype=np.uint16), context, batch, seed)
@@ -94,8 +98,13 @@ def test_pack_and_open(tmp_path: Path) -> None:
     tokens, read = open_tokens(path)
     assert read == meta
     train, held_out = tokens[: meta.train_tokens], tokens[meta.train_tokens :]
+
     def texts(part: np.ndarray) -> set[bytes]:
-        return {bytes(piece[:-1].astype(np.uint8)) for piece in np.split(part, np.flatnonzero(part == SEPARATOR) + 1)[:-1]}
+        return {
+            bytes(piece[:-1].astype(np.uint8))
+            for piece in np.split(part, np.flatnonzero(part == SEPARATOR) + 1)[:-1]
+        }
+
     assert texts(train) | texts(held_out) == {b"abc %d" % i for i in range(100)}
     assert not texts(train) & texts(held_out)
 
@@ -150,7 +159,11 @@ def test_held_out_rows_do_not_overlap_and_lie_in_the_held_out_part(tmp_path: Pat
     tokens, meta = open_tokens(path)
     rows = held_out_rows(tokens, meta, 8, 50)
     held_out = tokens[meta.train_tokens :]
-    starts = [int(i) for i in range(0, len(held_out) - 8, 8) if any(np.array_equal(held_out[i : i + 9], r) for r in rows)]
+    starts = [
+        int(i)
+        for i in range(0, len(held_out) - 8, 8)
+        if any(np.array_equal(held_out[i : i + 9], r) for r in rows)
+    ]
     assert len(rows) == 50
     assert len(starts) >= 50
 

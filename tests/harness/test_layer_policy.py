@@ -3,6 +3,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+
 from fp8parity.errors import UsageError
 from fp8parity.layer_policy import resolve
 from fp8parity.shapes import linear_shapes
@@ -10,7 +11,15 @@ from fp8parity.spec import ModelSpec, PrecisionSpec
 
 MODEL = ModelSpec.model_validate({"dim": 32, "n_layers": 3, "n_heads": 2, "n_kv_heads": 2, "ffn_dim": 64})
 SHAPES = linear_shapes(MODEL, 64)
-BLOCK = ("attn.q_proj", "attn.k_proj", "attn.v_proj", "attn.o_proj", "ffn.gate_proj", "ffn.up_proj", "ffn.down_proj")
+BLOCK = (
+    "attn.q_proj",
+    "attn.k_proj",
+    "attn.v_proj",
+    "attn.o_proj",
+    "ffn.gate_proj",
+    "ffn.up_proj",
+    "ffn.down_proj",
+)
 
 
 def fp8(**precision: Any) -> tuple[str, ...]:
@@ -27,7 +36,10 @@ def test_four_gemms_are_one_dense_block() -> None:
 
 def test_units() -> None:
     assert fp8(unit="block", keep_first=1, keep_last=1) == block(1)
-    assert fp8(unit="linear", keep_first=1, keep_last=0)[:2] == ("blocks.0.attn.k_proj", "blocks.0.attn.v_proj")
+    assert fp8(unit="linear", keep_first=1, keep_last=0)[:2] == (
+        "blocks.0.attn.k_proj",
+        "blocks.0.attn.v_proj",
+    )
     assert fp8(unit="gemm", keep_first=1, keep_last=0)[0] == "blocks.0.attn.o_proj"
     assert fp8(unit="gemm", keep_first=0, keep_last=1)[-1] == "blocks.2.ffn.up_proj"
 
@@ -40,7 +52,9 @@ def test_head_stays_unless_asked() -> None:
 
 
 def test_order_is_execution_order_not_the_order_given() -> None:
-    plan = resolve(SHAPES[::-1], PrecisionSpec.model_validate({"recipe": "rowwise", "keep_first": 4, "keep_last": 4}))
+    plan = resolve(
+        SHAPES[::-1], PrecisionSpec.model_validate({"recipe": "rowwise", "keep_first": 4, "keep_last": 4})
+    )
     assert plan.fp8_fqns == block(1)
 
 
@@ -54,7 +68,9 @@ def test_patterns() -> None:
 
 
 def test_reasons_and_flop_share() -> None:
-    plan = resolve(SHAPES, PrecisionSpec.model_validate({"recipe": "rowwise", "keep_first": 4, "exclude": ["*.o_proj"]}))
+    plan = resolve(
+        SHAPES, PrecisionSpec.model_validate({"recipe": "rowwise", "keep_first": 4, "exclude": ["*.o_proj"]})
+    )
     reasons = {d.fqn: d.reason for d in plan.decisions}
     assert reasons["blocks.0.attn.q_proj"] == "among the first 4 (gemm)"
     assert reasons["blocks.1.attn.o_proj"] == "precision.exclude '*.o_proj'"
@@ -73,7 +89,10 @@ def test_control_converts_nothing() -> None:
 @pytest.mark.parametrize(
     ("precision", "message"),
     [
-        ({"keep_first": 6, "keep_last": 6}, r"keep_first 6, keep_last 6 .* leave none of 12 gemms in FP8.*keep fewer"),
+        (
+            {"keep_first": 6, "keep_last": 6},
+            r"keep_first 6, keep_last 6 .* leave none of 12 gemms in FP8.*keep fewer",
+        ),
         ({"exclude": ["blocks.*"]}, "leave none"),
         ({"exclude": ["*.gate"]}, r"precision.exclude: '\*.gate' matches none of the 22 linears"),
         ({"include": ["re:nothing"]}, "precision.include: 're:nothing' matches none"),

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
+
 from fp8parity import matrix
 from fp8parity.errors import UsageError
 from fp8parity_analysis import schema
@@ -44,7 +45,9 @@ def test_run_ids_are_unique_readable_and_content_addressed(write_recipe: WriteRe
     assert len(set(ids)) == len(ids)
     assert ids[0].startswith("d32l3-s0-bf16-")
     assert [run.run_id for run in matrix.read(write_recipe()).runs] == ids
-    assert not set(ids) & {r.run_id for r in matrix.read(write_recipe({"base": {"optim": {"lr": 0.01}}})).runs}
+    assert not set(ids) & {
+        r.run_id for r in matrix.read(write_recipe({"base": {"optim": {"lr": 0.01}}})).runs
+    }
 
 
 def test_criteria_and_runtime_do_not_rename_runs(write_recipe: WriteRecipe) -> None:

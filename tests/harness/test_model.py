@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+
 from fp8parity.model import DecoderLM, initialise, parameters_digest, rope_table, rotate, sharing_twin
 from fp8parity.spec import ModelSpec
 

@@ -4,6 +4,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
+
 from fp8parity import precision
 from fp8parity.errors import UsageError
 from fp8parity.layer_policy import LayerDecision, LayerPlan, resolve
@@ -12,7 +14,6 @@ from fp8parity.precision.bf16 import Fp32AccumulateLinear, use_fp32_accumulation
 from fp8parity.precision.torchao_float8 import ComputeCastFloat8Linear
 from fp8parity.shapes import linear_shapes
 from fp8parity.spec import ModelSpec, PrecisionSpec
-from torch import Tensor, nn
 
 MODEL = ModelSpec.model_validate({"dim": 32, "n_layers": 3, "n_heads": 2, "n_kv_heads": 2, "ffn_dim": 64})
 
@@ -65,7 +66,9 @@ def test_swap_keeps_training_flag_and_hooks() -> None:
 
 
 def test_plan_of_another_model_is_refused() -> None:
-    with pytest.raises(UsageError, match=r"disagree about the linears: only in the model \['head'\], only in the plan"):
+    with pytest.raises(
+        UsageError, match=r"disagree about the linears: only in the model \['head'\], only in the plan"
+    ):
         precision.apply(nn.ModuleDict({"head": nn.Linear(16, 16)}), plan_of("tail"), spec())
 
 
@@ -74,10 +77,15 @@ class LoraLinear(nn.Linear):
 
 
 def test_subclass_and_attention_projection_are_refused_by_name() -> None:
-    with pytest.raises(UsageError, match=r"a is a LoraLinear with its own forward, which would be lost.*precision.exclude: \['a'\]"):
+    with pytest.raises(
+        UsageError,
+        match=r"a is a LoraLinear with its own forward, which would be lost.*precision.exclude: \['a'\]",
+    ):
         precision.apply(nn.ModuleDict({"a": LoraLinear(16, 16)}), plan_of("a"), spec())
     attention = nn.ModuleDict({"mha": nn.MultiheadAttention(16, 2)})
-    with pytest.raises(UsageError, match=r"mha.out_proj .*(MultiheadAttention|NonDynamicallyQuantizableLinear)"):
+    with pytest.raises(
+        UsageError, match=r"mha.out_proj .*(MultiheadAttention|NonDynamicallyQuantizableLinear)"
+    ):
         precision.apply(attention, plan_of("mha.out_proj"), spec())
 
 
@@ -131,7 +139,10 @@ def test_weight_cast_source(recipe: str) -> None:
 def test_unsupported_recipe_of_the_backend_is_named() -> None:
     model = built()
     blockwise = spec("blockwise")
-    with pytest.raises(UsageError, match="blockwise.*torchao_float8"):
+    with pytest.raises(
+        UsageError,
+        match="torchao_float8 has no recipe blockwise .*write backend: torchao_blockwise or reference",
+    ):
         precision.apply(model, resolve(linear_shapes(MODEL, 64), blockwise), blockwise)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import pandas as pd
 import pytest
 import torch
+
 from fp8parity import runner
 from fp8parity.callbacks import HeldOutEvaluator, checkpoints
 from fp8parity.errors import InterruptedRunError, UsageError
@@ -72,7 +73,11 @@ def test_conversion_record_names_what_ran_in_fp8(lay_out: LayOut) -> None:
     middle = [f"blocks.1.{name}" for name in ("attn.q_proj", "attn.k_proj", "attn.v_proj", "attn.o_proj")]
     middle += [f"blocks.1.ffn.{name}" for name in ("gate_proj", "up_proj", "down_proj")]
     assert conversion["converted"] == middle
-    assert {item["fqn"] for item in conversion["skipped"]} >= {"head", "blocks.0.attn.q_proj", "blocks.2.ffn.down_proj"}
+    assert {item["fqn"] for item in conversion["skipped"]} >= {
+        "head",
+        "blocks.0.attn.q_proj",
+        "blocks.2.ffn.down_proj",
+    }
     assert conversion["gemm_dtypes"]["grad_input"] == "e4m3 x e4m3"
 
 
@@ -154,7 +159,9 @@ def test_sigterm_saves_and_resumes(lay_out: LayOut, monkeypatch: pytest.MonkeyPa
 
     with monkeypatch.context() as patch:
         patch.setattr(LMModule, "training_step", stop_at_step_five)
-        with pytest.raises(InterruptedRunError, match="SIGTERM received: saved at step 6; run the same command again"):
+        with pytest.raises(
+            InterruptedRunError, match="SIGTERM received: saved at step 6; run the same command again"
+        ):
             runner.train(stopped)
     assert [p.name for p in checkpoints(stopped / schema.CHECKPOINT_DIR)][-1] == "step-000000006.ckpt"
     assert runner.train(stopped) == 0
@@ -225,14 +232,18 @@ def test_full_disk_keeps_what_was_written(lay_out: LayOut, monkeypatch: pytest.M
 
     with monkeypatch.context() as patch:
         patch.setattr(RunWriter, "append_curve", out_of_space)
-        with pytest.raises(InterruptedRunError, match="no space left on the device; what was written is kept"):
+        with pytest.raises(
+            InterruptedRunError, match="no space left on the device; what was written is kept"
+        ):
             runner.train(full)
     assert list(read_run(full).curve["step"]) == [1, 2, 3, 4, 5, 6]
     assert runner.train(full) == 0
     assert_same_numbers(whole, full)
 
 
-def test_checkpoint_on_a_full_disk_is_an_interruption(lay_out: LayOut, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpoint_on_a_full_disk_is_an_interruption(
+    lay_out: LayOut, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run_dir = lay_out(SHORT)["bf16-0"]
 
     def fails(*args: Any, **kwargs: Any) -> None:
@@ -255,7 +266,9 @@ def test_checkpoint_of_another_recipe_is_refused(lay_out: LayOut, monkeypatch: p
     target.mkdir()
     for path in checkpoints(source):
         (target / path.name).write_bytes(path.read_bytes())
-    with pytest.raises(UsageError, match="belongs to another run specification .*delete the run's checkpoints folder"):
+    with pytest.raises(
+        UsageError, match="belongs to another run specification .*delete the run's checkpoints folder"
+    ):
         runner.train(dirs["rowwise-0"])
 
 
@@ -299,7 +312,9 @@ def test_cuda_asked_for_and_absent(lay_out: LayOut, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("arm", ["bf16", "tensorwise", "rowwise"])
 @pytest.mark.parametrize("compute", ["bf16-mixed", "bf16-true"])
 def test_compute_modes_train(lay_out: LayOut, arm: str, compute: str) -> None:
-    run_dir = lay_out({"base": {"train": {"compute": compute, "steps": 20, "activation_checkpointing": True}}})[f"{arm}-0"]
+    run_dir = lay_out(
+        {"base": {"train": {"compute": compute, "steps": 20, "activation_checkpointing": True}}}
+    )[f"{arm}-0"]
     runner.train(run_dir)
     loss = read_run(run_dir).curve["train_loss"]
     assert loss.iloc[-5:].mean() < loss.iloc[:3].mean() - 0.3

@@ -4,14 +4,16 @@ import itertools
 
 import pytest
 import torch
+from torch import nn
+
 from fp8parity.model import DecoderLM
 from fp8parity.shapes import linear_shapes, parameter_count, shape_problems
 from fp8parity.spec import ModelSpec
-from torch import nn
 
 SIZES = {"dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 48}
 VARIANTS = [
-    {"fused_qkv": q, "fused_gate_up": g, "tied_head": t} for q, g, t in itertools.product((False, True), repeat=3)
+    {"fused_qkv": q, "fused_gate_up": g, "tied_head": t}
+    for q, g, t in itertools.product((False, True), repeat=3)
 ]
 
 

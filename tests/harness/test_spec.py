@@ -3,9 +3,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
+
 from fp8parity.presets import PRESETS
 from fp8parity.spec import ModelSpec, PrecisionSpec, RunSpec, TrainSpec
-from pydantic import ValidationError
 
 RUN: dict[str, Any] = {
     "model": {"preset": "0.7m"},
@@ -80,7 +81,9 @@ def test_impossible_settings_are_refused(changes: dict[str, Any], message: str) 
 def test_vocabulary_is_rounded_up_or_refused() -> None:
     assert ModelSpec.model_validate({"preset": "0.7m"}).resolve_vocab(257) == 272
     assert ModelSpec.model_validate({"preset": "0.7m", "vocab_size": 300}).resolve_vocab(257) == 300
-    with pytest.raises(ValueError, match="vocab_size 100 is smaller than the data's vocabulary 257; write vocab_size: 272"):
+    with pytest.raises(
+        ValueError, match="vocab_size 100 is smaller than the data's vocabulary 257; write vocab_size: 272"
+    ):
         ModelSpec.model_validate({"preset": "0.7m", "vocab_size": 100}).resolve_vocab(257)
 
 

@@ -39,7 +39,7 @@ class Fp32AccumulateLinear(nn.Linear):
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else input.dtype
         # Autocast must not touch the fp32 matrix products inside.
         with torch.autocast(kind, enabled=False):
-            output: Tensor = _Fp32Accumulate.apply(input.to(dtype), self.weight.to(dtype))
+            output: Tensor = _Fp32Accumulate.apply(input.to(dtype), self.weight.to(dtype))  # type: ignore[no-untyped-call]
             return output if self.bias is None else output + self.bias.to(dtype)
 
 

@@ -1,0 +1,129 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from fp8parity import matrix, study
+from fp8parity.errors import UsageError
+from fp8parity_analysis import schema
+
+from .conftest import WriteRecipe
+
+LayOut = Callable[..., dict[str, Path]]
+
+
+def read(path: Path) -> dict[str, object]:
+    document: dict[str, object] = json.loads(path.read_text())
+    return document
+
+
+def test_layout(lay_out: LayOut, tmp_path: Path) -> None:
+    dirs = lay_out()
+    assert set(dirs) == {
+        f"{arm}-{s}" for arm in ("bf16", "bf16_null", "tensorwise", "rowwise") for s in (0, 1)
+    }
+    document = read(tmp_path / "study" / schema.STUDY_FILE)
+    assert document["runs"] == [path.name for path in dirs.values()]
+    assert document["criteria_digest"] == document["criteria_at_launch"]
+    for path in dirs.values():
+        spec = read(path / schema.SPEC_FILE)
+        assert tuple(spec) == schema.SPEC_KEYS
+        assert (path / str(spec["data_path"])).resolve().exists()
+
+
+def test_laying_out_again_changes_nothing(lay_out: LayOut, tmp_path: Path) -> None:
+    lay_out()
+    before = {p: p.stat().st_mtime_ns for p in (tmp_path / "study" / schema.RUNS_DIR).rglob("*.json")}
+    lay_out()
+    assert {p: p.stat().st_mtime_ns for p in before} == before
+
+
+def test_added_seeds_and_arms_extend_the_study(lay_out: LayOut) -> None:
+    first = lay_out()
+    more = lay_out({"seeds": [0, 1, 2]})
+    assert set(first.values()) < set(more.values())
+
+
+def test_another_recipe_is_refused(lay_out: LayOut) -> None:
+    lay_out()
+    with pytest.raises(
+        UsageError, match=r"holds study 'tiny' with 8 runs that .* does not describe .*another --out"
+    ):
+        lay_out({"base": {"optim": {"lr": 0.5}}})
+    with pytest.raises(UsageError, match="use another --out directory"):
+        lay_out({"name": "other"})
+
+
+def test_a_directory_of_something_else_is_refused(lay_out: LayOut, tmp_path: Path) -> None:
+    (tmp_path / "study").mkdir()
+    (tmp_path / "study" / "thesis.tex").write_text("precious")
+    with pytest.raises(UsageError, match="is not empty and holds no fp8parity study"):
+        lay_out()
+    assert [p.name for p in (tmp_path / "study").iterdir()] == ["thesis.tex"]
+
+
+def test_other_packages_are_refused_before_anything_starts(lay_out: LayOut, tmp_path: Path) -> None:
+    lay_out()
+    (tmp_path / "study" / schema.ENVIRONMENT_FILE).write_text(json.dumps({"torch": "1.0", "torchao": "0.0"}))
+    with pytest.raises(UsageError, match=r"torch: 1.0 != .*install those, or use another --out"):
+        lay_out()
+
+
+def test_changed_margin_keeps_the_criteria_of_the_launch(lay_out: LayOut, tmp_path: Path) -> None:
+    lay_out()
+    launched = read(tmp_path / "study" / schema.STUDY_FILE)["criteria_at_launch"]
+    lay_out({"criteria": {"margin": "1%"}})
+    document = read(tmp_path / "study" / schema.STUDY_FILE)
+    assert document["criteria_at_launch"] == launched
+    assert document["criteria_digest"] != launched
+
+
+@pytest.mark.parametrize(
+    ("train", "message"),
+    [
+        (
+            {"batch_size": 4096},
+            "training tokens make .* fewer than train.batch_size 4096; use a larger corpus",
+        ),
+        ({"eval_sequences": 9999}, "held-out tokens make .* fewer than train.eval_sequences 9999"),
+        ({"context": 65536}, "training tokens make 0 windows of train.context 65536"),
+    ],
+)
+def test_short_corpus_is_refused_before_training(
+    lay_out: LayOut, train: dict[str, int], message: str
+) -> None:
+    with pytest.raises(UsageError, match=message):
+        lay_out({"base": {"train": train}})
+
+
+def test_python_sources_are_packed_once(write_recipe: WriteRecipe, tmp_path: Path) -> None:
+    changes = {"base": {"data": {"source": "python-sources", "path": None, "max_mib": 0.5}}}
+    plan = matrix.read(write_recipe(changes))
+    study.lay_out(plan, tmp_path / "s")
+    (token_file,) = (tmp_path / "s" / schema.DATA_DIR).glob("*.bin")
+    before = token_file.stat().st_mtime_ns
+    study.lay_out(plan, tmp_path / "s")
+    assert token_file.stat().st_mtime_ns == before
+
+
+def test_lock_keeps_a_second_launcher_out(tmp_path: Path) -> None:
+    with (
+        study.lock(tmp_path),
+        pytest.raises(UsageError, match="another fp8parity run is working"),
+        study.lock(tmp_path),
+    ):
+        pass
+    with study.lock(tmp_path):
+        pass
+
+
+def test_criteria_survive_json(write_recipe: WriteRecipe) -> None:
+    plan = matrix.read(
+        write_recipe({"criteria": {"margin": "0.5%", "looks": [3, 5, 8], "endpoint": "final"}})
+    )
+    criteria = study.criteria_of(plan)
+    assert criteria.burn_in_step == 2
+    assert study.criteria_from_json(json.loads(json.dumps(criteria.to_json()))).digest() == criteria.digest()
