@@ -115,7 +115,7 @@ class RecipeFile(Frozen):
     """A recipe file: one base configuration, the axes varied, seeds, null arms and criteria."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")] = Field(
-        description="Name of the study."
+        "", description="Name of the study; default: the file's name."
     )
     description: str = Field("", description="One sentence for the report.")
     base: dict[str, dict[str, Any]] = Field(description="Sections model, data, optim, train, precision.")

@@ -123,7 +123,7 @@ class DataSpec(Frozen):
     max_mib: PositiveFloat | None = Field(None, description="python-sources: stop after about this many MiB.")
     held_out_fraction: Annotated[float, BeforeValidator(_no_bool), Field(gt=0, lt=0.5)] = Field(
         0.05,
-        description="Share of the files (python-sources) or of the tokens (a .bin without splits) held out.",
+        description="python-sources: share of the files held out; a .bin brings its own split.",
     )
 
     @model_validator(mode="after")
