@@ -64,14 +64,16 @@ def thin(line: Line, limit: int) -> Line:
     n = len(line.steps)
     if n <= limit:
         return line
-    kept: set[int] = {0, n - 1}
-    for part in np.array_split(np.arange(1, n - 1), max(1, limit // 2 - 1)):
-        values = line.values[part]
-        if np.isfinite(values).any():
-            kept |= {int(part[np.nanargmin(values)]), int(part[np.nanargmax(values)])}
-        elif len(part):
-            kept.add(int(part[0]))
-    rows = np.array(sorted(kept))
+    parts = max(1, limit // 2 - 1)
+    width = -(-(n - 2) // parts)
+    inner = np.full(parts * width, np.nan)
+    inner[: n - 2] = line.values[1:-1]
+    blocks = inner.reshape(parts, width)
+    starts = 1 + width * np.arange(parts)
+    lowest = starts + np.argmin(np.where(np.isnan(blocks), np.inf, blocks), axis=1)
+    highest = starts + np.argmax(np.where(np.isnan(blocks), -np.inf, blocks), axis=1)
+    rows = np.unique(np.concatenate([[0, n - 1], lowest, highest]))
+    rows = rows[rows < n]
     return Line(line.steps[rows], line.values[rows])
 
 
@@ -85,6 +87,8 @@ def loss_panel(panel: LossPanel, key: str, label: str) -> str:
         axes.plot(line.steps, line.values, color=colour("control"), linewidth=1.6)
     for line in panel.test:
         axes.plot(line.steps, line.values, color=colour("test"), linewidth=1.6, linestyle=(0, (4, 2.2)))
+    _mark_lost(axes, panel.test, "test")
+    _mark_lost(axes, panel.control, "control")
     _limit_loss(axes, panel)
     axes.set_ylabel("loss, nats per token", color=colour("muted"), fontsize=_TEXT)
     _steps_axis(axes, [*panel.control, *panel.test, *panel.control_train])
@@ -107,6 +111,7 @@ def gap_panel(panel: GapPanel, key: str, label: str) -> str:
     for line in panel.seeds:
         axes.plot(line.steps, line.values, color=colour(role), linewidth=0.9, alpha=0.55)
     axes.plot(panel.mean.steps, panel.mean.values, color=colour(role), linewidth=2.4)
+    _mark_lost(axes, panel.seeds or [panel.mean], role)
     _limit_gap(axes, panel)
     if panel.tail_from is not None:
         _mark_tail(axes, panel)
@@ -114,6 +119,15 @@ def gap_panel(panel: GapPanel, key: str, label: str) -> str:
     _percent_ticks(axes.yaxis, *axes.get_ylim(), 5)
     _steps_axis(axes, [panel.mean])
     return to_svg(figure, key, label)
+
+
+def _mark_lost(axes: Axes, lines: Sequence[Line], role: str) -> None:
+    """Put a cross where a curve goes non-finite and stays so."""
+    for line in lines:
+        finite = np.flatnonzero(np.isfinite(line.values))
+        if len(finite) and finite[-1] < len(line.values) - 1:
+            at = finite[-1]
+            axes.plot([line.steps[at]], [line.values[at]], "X", color=colour(role), markersize=8)
 
 
 def _percent_ticks(axis: Axis, low: float, high: float, n: int) -> None:
@@ -177,12 +191,12 @@ def _limit_loss(axes: Axes, panel: LossPanel) -> None:
 
 def _limit_gap(axes: Axes, panel: GapPanel) -> None:
     values = _after_head([*panel.seeds, panel.mean])
-    reach = float(np.abs(values).max()) if len(values) else 0.0
     if panel.null_limit is not None:
         nulls = _after_head([panel.null_limit])
-        reach = max(reach, float(nulls.max()) if len(nulls) else 0.0)
-    edge = max(1.5 * panel.margin, 1.1 * reach)
-    axes.set_ylim(-edge, edge)
+        values = np.concatenate([values, nulls, -nulls])
+    low = float(values.min()) if len(values) else 0.0
+    high = float(values.max()) if len(values) else 0.0
+    axes.set_ylim(min(-1.35 * panel.margin, 1.12 * low), max(1.35 * panel.margin, 1.12 * high))
 
 
 def _mark_tail(axes: Axes, panel: GapPanel) -> None:
@@ -212,13 +226,15 @@ class ForestRow:
 
 MARKERS = {"pass": "o", "fail": "s", "inconclusive": "D", "invalid": "X"}
 """Outcome by shape as well as by colour."""
+_CROWDED = 16
 _REACH = 12.0
 """The axis ends at this many margins; an interval that reaches further ends in an arrow."""
 
 
 def forest(rows: Sequence[ForestRow], margin: float, key: str, label: str, *, narrow: bool) -> str:
     """Return gaps and intervals against the margin band as SVG; `narrow` writes labels above the rows."""
-    width, pitch = (400, 58) if narrow else (1000, 46)
+    crowded = len(rows) > _CROWDED
+    width, pitch = (400, 46 if crowded else 58) if narrow else (1000, 30 if crowded else 46)
     left, right = (14, 14) if narrow else (220, 226)
     height = pitch * len(rows) + 62
     figure = Figure(figsize=(width * _PX, height * _PX))
@@ -229,10 +245,9 @@ def forest(rows: Sequence[ForestRow], margin: float, key: str, label: str, *, na
     axes.set_ylim(len(rows) - 0.5, -0.5)
     edge = _forest_edge(rows, margin)
     axes.set_xlim(-edge, edge)
-    axes.axvspan(-margin, margin, color=colour("band"), linewidth=0, zorder=0)
-    for at in (-margin, margin):
-        axes.axvline(at, color=colour("pass"), linewidth=1.0, linestyle=(0, (5, 3)), zorder=1)
-    axes.axvline(0.0, color=colour("ink"), linewidth=0.9, zorder=1)
+    spans = [(y - 0.04, y + 0.5) for y in range(len(rows))] if narrow else [(-0.5, len(rows) - 0.5)]
+    for span in spans:
+        _forest_band(axes, span, margin)
     for y, row in enumerate(rows):
         _forest_row(axes, y, row, edge, narrow=narrow)
     axes.yaxis.set_major_locator(FixedLocator([]))
@@ -244,6 +259,14 @@ def forest(rows: Sequence[ForestRow], margin: float, key: str, label: str, *, na
 def _forest_edge(rows: Sequence[ForestRow], margin: float) -> float:
     found = [abs(v) for row in rows for v in (row.gap, row.low, row.high, *row.points) if v is not None]
     return min(max([1.6 * margin, *(1.08 * value for value in found)]), _REACH * margin)
+
+
+def _forest_band(axes: Axes, span: tuple[float, float], margin: float) -> None:
+    """Draw the margin and the zero line; the narrow plot leaves out the stripes where text stands."""
+    axes.fill_betweenx(span, -margin, margin, color=colour("band"), linewidth=0, zorder=0)
+    for at in (-margin, margin):
+        axes.plot([at, at], span, color=colour("pass"), linewidth=1.0, linestyle=(0, (5, 3)), zorder=1)
+    axes.plot([0.0, 0.0], span, color=colour("ink"), linewidth=0.9, zorder=1)
 
 
 def _forest_row(axes: Axes, y: int, row: ForestRow, edge: float, *, narrow: bool) -> None:
@@ -267,14 +290,15 @@ def _forest_text(axes: Axes, y: int, row: ForestRow, *, narrow: bool) -> None:
     """Write name and number: at both sides of the wide plot, above the row of the narrow one."""
     where = axes.get_yaxis_transform()
     name = colour("muted" if row.null_arm else "ink")
+    value = name if row.gap is not None or row.null_arm else colour(row.gate)
     # parse_math: a dollar sign in a run's name is a dollar sign
     place: dict[str, Any] = {"transform": where, "va": "center", "parse_math": False}
     if narrow:
         axes.text(0.0, y - 0.22, _clip(row.label, 24), color=name, fontsize=_TEXT, ha="left", **place)
-        axes.text(1.0, y - 0.22, _clip(row.text, 26), color=name, fontsize=_TEXT, ha="right", **place)
+        axes.text(1.0, y - 0.22, _clip(row.text, 26), color=value, fontsize=_TEXT, ha="right", **place)
         return
-    axes.text(-0.02, y, _clip(row.label, 28), color=name, fontsize=_TEXT + 1, ha="right", **place)
-    axes.text(1.02, y, _clip(row.text, 32), color=name, fontsize=_TEXT + 1, ha="left", **place)
+    axes.text(-0.02, y, _clip(row.label, 24), color=name, fontsize=_TEXT + 1, ha="right", **place)
+    axes.text(1.02, y, _clip(row.text, 32), color=value, fontsize=_TEXT + 1, ha="left", **place)
 
 
 def _clip(text: str, width: int) -> str:

@@ -11,7 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
 from fp8parity_analysis import junit, report_facts, report_tables, summary, wording
 from fp8parity_analysis import report_format as fmt
@@ -119,6 +119,7 @@ def _finding(verdict: Verdict, key: str, *, null_arm: bool) -> Finding:
         title=wording.TITLES[verdict.outcome],
         sentence=wording.sentence(verdict, null_arm=null_arm),
         gap=fmt.gap(verdict.gap, verdict.interval, fmt.digits_for(verdict.margin)),
+        has_gap=verdict.gap is not None,
         margin=fmt.margin(verdict.margin),
         level=wording.level(verdict.alpha),
         seeds=fmt.plural(verdict.n_seeds, "seed"),
@@ -172,9 +173,17 @@ def _environment() -> Environment:
         loader=PackageLoader("fp8parity_analysis"),
         autoescape=True,
         undefined=StrictUndefined,
+        finalize=_keep_units,
         trim_blocks=True,
         lstrip_blocks=True,
     )
+
+
+def _keep_units(value: object) -> object:
+    """Tie a per cent sign to its number; what is marked safe, such as a command, stays as it is."""
+    if isinstance(value, str) and not isinstance(value, Markup):
+        return value.replace(" %", "\N{NO-BREAK SPACE}%")
+    return value
 
 
 def render(model: ReportModel, pictures: Pictures) -> str:
@@ -182,6 +191,7 @@ def render(model: ReportModel, pictures: Pictures) -> str:
     template = _environment().get_template("report.html.j2")
     page = template.render(
         model=model,
+        reproduce=escape(model.reproduce),
         forest_wide=Markup(pictures.forest_wide or ""),
         forest_narrow=Markup(pictures.forest_narrow or ""),
         loss={recipe: Markup(svg) for recipe, svg in pictures.loss.items()},

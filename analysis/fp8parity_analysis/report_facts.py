@@ -39,10 +39,13 @@ def precision_table(runs: StudyRuns) -> Table | None:
         return None
     return Table(
         caption="What ran in FP8",
-        head=("recipe", "FP8 share of GEMM FLOPs", "linears in FP8", *_GEMMS, "backend", "weight cast from"),
+        head=("recipe", "FP8 share of FLOPs", "linears", *_GEMMS, "backend"),
         rows=tuple(rows),
         numeric=(1, 2),
-        notes=("Formats are those of the two operands of each matrix product; what is accumulated is not.",),
+        notes=(
+            "Share of the GEMMs' FLOPs. Formats are those of the two operands of each matrix product.",
+            *_cast_sources(runs),
+        ),
     )
 
 
@@ -62,8 +65,14 @@ def _precision_row(recipe: str, conversion: Mapping[str, Any]) -> tuple[str, ...
         f"{converted} of {total}",
         *(str(formats.get(gemm, fmt.NOTHING)) for gemm in _GEMMS),
         str(conversion.get("backend", fmt.NOTHING)),
-        str(conversion.get("weight_cast_source", fmt.NOTHING)),
     )
+
+
+def _cast_sources(runs: StudyRuns) -> Iterator[str]:
+    sources = [conversion_of(runs.tests_of(name)).get("weight_cast_source") for name in _recipes(runs)]
+    known = distinct(sources)
+    if known:
+        yield f"An FP8 weight is cast from the {' or the '.join(known)} copy of the weight."
 
 
 def precision_details(runs: StudyRuns) -> tuple[PrecisionDetail, ...]:

@@ -12,6 +12,7 @@ from fp8parity_analysis import report_format as fmt
 from fp8parity_analysis.arms import Arm, series_of
 from fp8parity_analysis.figures import FloatArray, ForestRow, GapPanel, Line, LossPanel
 from fp8parity_analysis.report_tables import keys_of
+from fp8parity_analysis.schema import Gate
 from fp8parity_analysis.wording import TITLES
 
 if TYPE_CHECKING:
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from fp8parity_analysis.verdict import Evidence, Judgement, Verdict
 
 MAX_POINTS, MIN_POINTS = 500, 50
+MAX_LOSS_PANELS = 40
+"""The loss curves of two recipes look alike; their gaps do not, and are always drawn."""
 _POINT_BUDGET = 90_000
 """Points of all curves together, about 12 bytes each: what keeps the page of a 100-run study under 3 MB."""
 
@@ -42,9 +45,9 @@ def pictures_of(judgement: Judgement, runs: StudyRuns) -> Pictures:
     keys = keys_of(judgement)
     verdicts = {verdict.recipe: verdict for verdict in judgement.verdicts}
     loss, gap = {}, {}
-    for recipe, arm in runs.arms.items():
-        panel = _loss_panel(arm, judgement, limit)
-        if recipe in verdicts and not arm.null_arm and (panel.control or panel.test):
+    for recipe in loss_recipes(judgement):
+        panel = _loss_panel(runs.arms[recipe], judgement, limit) if recipe in runs.arms else None
+        if panel and (panel.control or panel.test):
             loss[recipe] = figures.loss_panel(panel, f"{keys[recipe]}l", loss_label(verdicts[recipe]))
     for evidence in judgement.evidence:
         if evidence.steps and evidence.recipe in verdicts:
@@ -52,6 +55,13 @@ def pictures_of(judgement: Judgement, runs: StudyRuns) -> Pictures:
             label = gap_label(verdicts[evidence.recipe])
             gap[evidence.recipe] = figures.gap_panel(drawn, f"{keys[evidence.recipe]}g", label)
     return Pictures(*_forests(judgement), loss, gap)
+
+
+def loss_recipes(judgement: Judgement) -> list[str]:
+    """Return the recipes whose loss is drawn: all, or of very many those first that do not pass."""
+    recipes = [item for item in judgement.verdicts if item.recipe not in judgement.null_recipes]
+    ranked = sorted(recipes, key=lambda item: item.gate is Gate.PASS)
+    return [item.recipe for item in ranked[:MAX_LOSS_PANELS]]
 
 
 def loss_label(verdict: Verdict) -> str:

@@ -32,6 +32,7 @@ class Finding:
     title: str
     sentence: str
     gap: str
+    has_gap: bool
     margin: str
     level: str
     seeds: str

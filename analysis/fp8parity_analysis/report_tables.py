@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from fp8parity_analysis import report_format as fmt
@@ -13,6 +13,7 @@ from fp8parity_analysis.wording import TITLES, level
 if TYPE_CHECKING:
     from fp8parity_analysis.verdict import Contrast, Judgement, Verdict
 
+MAX_CONTRASTS = 60
 _KEPT = re.compile(r"-n(\d+(?:_\d+)?)(?=-|$)")
 
 
@@ -35,8 +36,9 @@ def grid_of(judgement: Judgement) -> Grid | None:
     models = list(dict.fromkeys(model for model, _, _ in places))
     kept = sorted({n for _, _, n in places}, key=_numeric)
     recipes = list(dict.fromkeys(recipe for _, recipe, _ in places))
-    if len(models) < 2 and len(kept) < 2:
-        return None
+    lanes = len(models) * len(kept) * len(recipes)
+    if (len(models) < 2 and len(kept) < 2) or 2 * len(verdicts) < lanes:
+        return None  # one axis only, or names that fill less than half of a grid
     keys = keys_of(judgement)
     digits = fmt.digits_for(judgement.criteria.margin)
 
@@ -77,16 +79,30 @@ def contrasts_table(judgement: Judgement) -> Table | None:
     if not judgement.contrasts:
         return None
     digits = fmt.digits_for(judgement.criteria.margin)
+    shown, notes = _shown(judgement.contrasts), []
+    if len(shown) < len(judgement.contrasts):
+        notes.append(
+            f"Shown are the {len(shown)} with the smallest p of {len(judgement.contrasts):,}; "
+            "the others are in report.json."
+        )
     return Table(
         caption="Recipe against recipe, paired by seed",
         head=("A", "B", "A minus B", "p", "seeds", "reading"),
-        rows=tuple(_contrast_row(item, digits) for item in judgement.contrasts),
+        rows=tuple(_contrast_row(item, digits) for item in shown),
         numeric=(2, 3, 4),
         notes=(
+            *notes,
             "A recipe that passes beside one that does not is no evidence that they differ: this table is.",
             f"Intervals {level(judgement.criteria.alpha)}; p two-sided, uncorrected for the number of rows.",
         ),
     )
+
+
+def _shown(contrasts: Sequence[Contrast]) -> list[Contrast]:
+    """Return all contrasts in order, or of very many those with the smallest p, in order."""
+    ranked = sorted(contrasts, key=lambda item: 2.0 if item.p is None else item.p)
+    kept = {id(item) for item in ranked[:MAX_CONTRASTS]}
+    return [item for item in contrasts if id(item) in kept]
 
 
 def _contrast_row(item: Contrast, digits: int) -> tuple[str, ...]:
@@ -107,35 +123,40 @@ def _reading(item: Contrast) -> str:
 
 
 _SPREADS = {
-    "control_run": "control run around its seed's mean",
-    "test_run": "FP8 run around its seed's mean",
-    "pair_gap": "gap over seeds",
-    "between_seeds": "control's seed means",
+    "control_run": "a control run around its seed's mean",
+    "test_run": "an FP8 run around its seed's mean",
+    "pair_gap": "the gap over seeds",
+    "between_seeds": "the control's seed means",
 }
 
 
 def noise_table(judgement: Judgement) -> Table | None:
     """Return every spread the study could measure; None when it could measure none."""
     digits = fmt.digits_for(judgement.criteria.margin) + 1
-    rows = [row for item in judgement.verdicts for row in _noise_rows(item, digits)]
-    if not rows:
+    # recipes that share their control runs share those spreads: one line names them all
+    lines: dict[tuple[str, ...], list[str]] = {}
+    for key, words in _SPREADS.items():
+        for item in judgement.verdicts:
+            cells = _spread_cells(item.noise_floor.get(key), digits)
+            if cells:
+                lines.setdefault((words, *cells), []).append(item.recipe)
+    if not lines:
         return None
     return Table(
         caption="Noise floor: standard deviations in % of the loss",
-        head=("recipe", "of what", "sd", f"{level(judgement.criteria.alpha)} interval", "degrees of freedom"),
-        rows=tuple(rows),
+        head=("spread of", "recipe", "sd", f"{level(judgement.criteria.alpha)} interval", "df"),
+        rows=tuple((words, ", ".join(names), *cells) for (words, *cells), names in lines.items()),
         numeric=(2, 3, 4),
         notes=_noise_notes(judgement, digits),
     )
 
 
-def _noise_rows(verdict: Verdict, digits: int) -> Iterator[tuple[str, ...]]:
-    for key, words in _SPREADS.items():
-        spread = verdict.noise_floor.get(key)
-        if isinstance(spread, Mapping) and spread.get("sd") is not None:
-            bounds = fmt.interval(spread.get("interval") or (None, None), digits, signed=False)
-            sd = fmt.number(100 * spread["sd"], digits, signed=False)
-            yield verdict.recipe, words, sd, bounds or fmt.NOTHING, str(spread.get("df", fmt.NOTHING))
+def _spread_cells(spread: Any, digits: int) -> tuple[str, ...]:
+    if not isinstance(spread, Mapping) or spread.get("sd") is None:
+        return ()
+    bounds = fmt.interval(spread.get("interval") or (None, None), digits, signed=False)
+    sd = fmt.number(100 * spread["sd"], digits, signed=False)
+    return sd, bounds or fmt.NOTHING, str(spread.get("df", fmt.NOTHING))
 
 
 def _noise_notes(judgement: Judgement, digits: int) -> tuple[str, ...]:

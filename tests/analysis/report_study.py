@@ -5,20 +5,22 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pandas as pd
 from scipy.signal import lfilter
 
 from fp8parity_analysis import schema
 from fp8parity_analysis.criteria import Criteria
 from fp8parity_analysis.curves import CurveSet
+from fp8parity_analysis.schema import Outcome, gate_of
 from fp8parity_analysis.store import RunRecord, RunWriter, read_runs
-from fp8parity_analysis.verdict import Judgement, judge
+from fp8parity_analysis.verdict import Contrast, Evidence, Judgement, Verdict, judge
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from pathlib import Path
 
 
 @dataclass(frozen=True)
@@ -54,28 +56,36 @@ def digest(*parts: object) -> str:
 
 
 def write_study(root: Path, shape: Shape | None = None) -> list[RunRecord]:
-    """Write every run of the study below `root` and read them back."""
+    """Write every run of the study below `root` through the public writer and read them back."""
+    for record in records_of(shape):
+        run_dir = root / digest(record.run_id)[:16]
+        writer = RunWriter(run_dir)
+        (run_dir / schema.SPEC_FILE).write_text(json.dumps(record.spec))
+        writer.append_curve(record.curve.to_dict("records"))
+        writer.append_evals(record.evals.to_dict("records"))
+        writer.finish(record.manifest or {})
+    return read_runs(root)
+
+
+def records_of(shape: Shape | None = None) -> list[RunRecord]:
+    """Every run of the study, without a disk."""
     shape = shape or Shape()
     effects = EFFECTS if shape.effects is None else shape.effects
     arms = [(schema.CONTROL_ARM, "control", 0.0), *((name, "test", size) for name, size in effects.items())]
     if shape.null_arm:
         arms.insert(1, (schema.NULL_ARM, "null", 0.0))
-    for group in shape.groups:
-        for seed in shape.seeds:
-            for index, (arm, role, size) in enumerate(arms):
-                _write_run(root, shape, group, (arm, role, index), seed, size)
-    return read_runs(root)
+    return [
+        _run(shape, group, (arm, role, index), seed, size)
+        for group in shape.groups
+        for seed in shape.seeds
+        for index, (arm, role, size) in enumerate(arms)
+    ]
 
 
-def _write_run(
-    root: Path, shape: Shape, group: str, place: tuple[str, str, int], seed: int, size: float
-) -> None:
+def _run(shape: Shape, group: str, place: tuple[str, str, int], seed: int, size: float) -> RunRecord:
     arm, role, index = place
     rng = np.random.default_rng([seed, index, len(group)])
     run_id = f"{group}-s{seed}-{arm}-{digest(group, arm, seed)[:8]}"
-    run_dir = root / digest(run_id)[:16]
-    writer = RunWriter(run_dir)
-    (run_dir / schema.SPEC_FILE).write_text(json.dumps(_spec(shape, group, arm, role, seed, run_id)))
     steps = np.arange(1, shape.steps + 1)
     progress = steps / shape.steps
     offset = np.random.default_rng(seed).normal(0, 0.004)
@@ -87,21 +97,22 @@ def _write_run(
     if broken is not None and seed == shape.seeds[-1]:
         loss = np.where(steps >= broken, np.nan, loss)
     batch = np.exp(np.random.default_rng([seed, 7]).normal(0, 0.03, shape.steps))
-    curve_rows = [
-        {
-            "step": int(step),
-            "tokens": int(step) * 512,
-            "train_loss": float(value),
-            "grad_norm": 1.0,
-            "lr": 0.003,
-            "step_time": 0.16,
-            "batch_digest": digest(seed, int(step))[:16],
-        }
-        for step, value in zip(steps, loss * batch, strict=True)
-    ]
-    writer.append_curve(curve_rows)
-    writer.append_evals(_evals(shape, role, loss))
-    writer.finish(_manifest(shape, group, arm, role, seed, run_id, broken))
+    curve = {
+        "step": steps,
+        "tokens": steps * 512,
+        "train_loss": loss * batch,
+        "grad_norm": 1.0,
+        "lr": 0.003,
+        "step_time": 0.16,
+        "batch_digest": [f"{seed}-{step}" for step in steps],
+    }
+    return RunRecord(
+        path=Path(run_id),
+        spec=_spec(shape, group, arm, role, seed, run_id),
+        manifest=_manifest(shape, group, arm, role, seed, run_id, broken),
+        curve=pd.DataFrame(curve),
+        evals=pd.DataFrame.from_records(_evals(shape, role, loss), columns=list(schema.EVAL_COLUMNS)),
+    )
 
 
 def _wander(rng: np.random.Generator, n: int, memory: float = 0.98) -> np.ndarray:
@@ -214,3 +225,91 @@ def judged(
     records: list[RunRecord], *, criteria: Criteria | None = None, post_hoc: bool = False
 ) -> Judgement:
     return judge(CurveSet.from_runs(records), criteria or Criteria(), post_hoc=post_hoc)
+
+
+def hand_judgement(
+    *, names: tuple[str, str] = ("tensorwise", "rowwise"), post_hoc: bool = False
+) -> Judgement:
+    """A judgement written by hand, so that the report's own tests do not depend on the statistics."""
+    worse, fine = names
+    verdicts = (
+        verdict(
+            worse, Outcome.WORSE, 0.0058, (0.0042, 0.0073), reasons=("worse: above the margin", "next: look")
+        ),
+        verdict(
+            fine, Outcome.EQUIVALENT, 0.0004, (-0.0005, 0.0013), warnings=("described only: gap +0.05 %",)
+        ),
+        verdict("bf16_null", Outcome.INCONCLUSIVE, -0.0002, (-0.0031, 0.0027), need_seeds=5),
+    )
+    return Judgement(
+        criteria=Criteria(),
+        verdicts=verdicts,
+        contrasts=(Contrast(worse, fine, 0.0054, (0.0041, 0.0067), 0.0068, 3),),
+        evidence=tuple(evidence(item) for item in verdicts),
+        post_hoc=post_hoc,
+        null_recipes=frozenset({"bf16_null"}),
+    )
+
+
+def verdict(
+    recipe: str,
+    outcome: Outcome,
+    gap: float | None = None,
+    interval: tuple[float | None, float | None] = (None, None),
+    **changes: Any,
+) -> Verdict:
+    """A verdict with plausible values where a test does not care."""
+    spread = {
+        "sd": 0.0009,
+        "interval": [0.0005, 0.0041],
+        "df": 2,
+        "estimator": "sample sd of the gap over seeds",
+    }
+    values: dict[str, Any] = {
+        "recipe": recipe,
+        "outcome": outcome,
+        "gate": gate_of(outcome),
+        "gap": gap,
+        "interval": interval,
+        "margin": 0.0025,
+        "provisional": False,
+        "basis": "paired t over 3 seeds, 2 df",
+        "endpoint": "held_out",
+        "eval_precision": "bf16",
+        "alpha": 0.05,
+        "horizon_tokens": 153_600,
+        "n_seeds": 3,
+        "n_null_pairs": 3,
+        "token_cost": {
+            "extra_tokens_frac": 0.043,
+            "interval": (0.032, 0.056),
+            "method": "slope of the control's own loss over the last third of its run",
+            "speedup": 1.13,
+            "worth_it": "yes",
+            "net_gain": 0.086,
+            "net_gain_interval": (0.074, 0.099),
+        },
+        "trajectory_p": None,
+        "onset_step": None,
+        "diverged_seeds": (),
+        "need_seeds": None,
+        "noise_floor": {
+            "pair_gap": spread,
+            "control_run": spread | {"df": 3},
+            "variance_ratio": {"ratio": 3.4, "interval": [0.36, 66.0]},
+            "detectable_gap": 0.0021,
+        },
+        "reasons": ("a reason",),
+        "warnings": (),
+    }
+    return Verdict(**(values | changes))
+
+
+def evidence(item: Verdict, seeds: tuple[int, ...] = (0, 1, 2), n: int = 30) -> Evidence:
+    """Gap curves that grow to the verdict's gap, one per seed."""
+    steps = np.arange(1, n + 1) * 10
+    end = item.gap or 0.0
+    rows = [tuple((end * steps / steps[-1] + 0.0002 * (seed - 1)).tolist()) for seed in seeds]
+    return Evidence(
+        item.recipe, seeds, tuple(steps.tolist()), tuple(rows), tuple(row[-1] for row in rows), 280
+    )
