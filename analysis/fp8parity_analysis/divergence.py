@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -48,26 +47,31 @@ class Growth:
         return np.asarray(self.p_down < SLOPE_ALPHA, dtype=np.bool_)
 
 
-@lru_cache(maxsize=64)
-def _hinges(steps: bytes) -> FloatArray:
-    """Return centred hinges of unit length [K-2, K], one per inner grid point."""
-    x = np.frombuffer(steps, dtype=np.float64)
-    basis = np.maximum(0.0, x[None, :] - x[1:-1, None])
-    basis -= basis.mean(axis=1, keepdims=True)
-    norms = np.linalg.norm(basis, axis=1, keepdims=True)
-    return np.asarray(basis / np.where(norms > 0, norms, 1.0), dtype=np.float64)
-
-
 def hinge_onset(curve: FloatArray, progress: FloatArray) -> IntArray:
     """Return the grid index of tau in a + b * max(0, t - tau), b > 0, by least squares, for `curve` [..., K].
 
-    Masked points are filled by their predecessor. With fewer than three points the answer is index 0.
+    Masked points are filled by their predecessor. With fewer than three points the answer is index 0. Sums from
+    the end give the fit at every tau at once, in time linear in K.
     """
-    if curve.shape[-1] < 3:
+    n_points = curve.shape[-1]
+    if n_points < 3:
         return np.zeros(curve.shape[:-1], dtype=np.int64)
-    filled = _fill(curve)
-    score = filled @ _hinges(np.ascontiguousarray(progress, dtype=np.float64).tobytes()).T
+    y = _fill(curve)
+    y = y - y.mean(axis=-1, keepdims=True)
+    x = progress - progress[-1]
+    tau, count = x[1:-1], np.arange(n_points - 1, 1, -1)
+    sum_x, sum_xx = _tail_sums(x), _tail_sums(x * x)
+    hinge_sum = sum_x - tau * count
+    hinge_squares = sum_xx - 2.0 * tau * sum_x + tau**2 * count - hinge_sum**2 / n_points
+    product = _tail_sums(x * y) - tau * _tail_sums(y)
+    score = product / np.sqrt(np.maximum(hinge_squares, 1e-300))
     return np.asarray(np.argmax(score, axis=-1) + 1, dtype=np.int64)
+
+
+def _tail_sums(values: FloatArray) -> FloatArray:
+    """Return sums over the points from each inner grid point on [..., K-2]."""
+    sums: FloatArray = np.cumsum(values[..., ::-1], axis=-1)[..., ::-1]
+    return sums[..., 1:-1]
 
 
 def _fill(curve: FloatArray) -> FloatArray:
@@ -94,13 +98,14 @@ def onset_interval(gap: FloatArray, progress: FloatArray) -> tuple[int, int]:
     return max(0, min(min(fits), fits[0] - 1)), min(n_evals - 1, max(max(fits), fits[0] + 1))
 
 
-def growth_of(gap: FloatArray, progress: FloatArray, endpoint_gap: FloatArray) -> Growth:
+def growth_of(
+    gap: FloatArray, progress: FloatArray, endpoint_gap: FloatArray, slopes: FloatArray | None = None
+) -> Growth:
     """Return how the gap [R, n, K] moves on the grid `progress` [K] (t/T).
 
-    `endpoint_gap` [R] is its mean endpoint.
+    `endpoint_gap` [R] is its mean endpoint; `slopes` [R, n] are each seed's, where they are known already.
     """
-    slopes = gaps.slope(gap, progress)
-    trend = paired_t(slopes, SLOPE_ALPHA)
+    trend = paired_t(gaps.slope(gap, progress) if slopes is None else slopes, SLOPE_ALPHA)
     mean_curve = gaps.seed_mean(gap)
     onset = hinge_onset(mean_curve, progress)
     ahead = np.arange(gap.shape[-1]) <= onset[..., None]

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from fp8parity_analysis.criteria import Criteria
-    from fp8parity_analysis.curves import RunCurve
+    from fp8parity_analysis.curves import IntArray, RunCurve
     from fp8parity_analysis.gap import FloatArray
     from fp8parity_analysis.pairing import Pairs
     from fp8parity_analysis.schema import Outcome
@@ -24,7 +24,10 @@ if TYPE_CHECKING:
 TRAJECTORY_ALPHA = 0.05
 _RNG_SEED = 20240607
 """Permutation tests always start from this seed: the same curves give the same verdict."""
-_MIN_SPEED_SEEDS = 2
+_TRAJECTORY_GRID = 1000
+LEAVE_ONE_OUT_UP_TO = 30
+"""With more seeds no single one decides, and the line is left out."""
+_LEAVE_ONE_OUT_CELLS = 2_000_000
 
 
 @dataclass(frozen=True)
@@ -40,26 +43,33 @@ def trajectory_of(pairs: Pairs, rows: list[int], criteria: Criteria, *, pooled: 
     """Test whether the arm is worse anywhere: label permutation with matched nulls, else sign flips.
 
     Evaluations with a masked point in any unit, before `criteria.burn_in_step`, or (with nulls) before the
-    nulls' spread has saturated, are not used.
+    nulls' spread has saturated, are not used; of very many, an even selection is.
     """
     test = pairs.gap[rows]
     usable = ~np.isnan(test).any(axis=0) & (pairs.steps >= criteria.burn_in_step)
+    null = null_units(pairs)
+    if pooled:
+        usable[: trajectory.burn_in(null)] = False
+    columns = _evenly(np.flatnonzero(usable))
     rng = np.random.default_rng(_RNG_SEED)
+    if not len(columns):
+        return Trajectory(None, None, "no evaluation after burn-in")
     if pooled:
         scale = np.sqrt(2.0 / (1.0 / pairs.test_runs[rows] + 1.0 / pairs.control_runs[rows]))
-        null = null_units(pairs)
-        usable[: trajectory.burn_in(null)] = False
-        if not usable.any():
-            return Trajectory(None, None, "no evaluation after burn-in")
-        result = trajectory.label_permutation(
-            test[:, usable] * scale[:, None], null[:, usable], rng, alpha=TRAJECTORY_ALPHA
-        )
-    elif len(rows) >= trajectory.SIGN_FLIP_MIN_SEEDS and usable.any():
-        result = trajectory.sign_flip(test[:, usable], rng, alpha=TRAJECTORY_ALPHA)
+        scaled = test[:, columns] * scale[:, None]
+        result = trajectory.label_permutation(scaled, null[:, columns], rng, alpha=TRAJECTORY_ALPHA)
+    elif len(rows) >= trajectory.SIGN_FLIP_MIN_SEEDS:
+        result = trajectory.sign_flip(test[:, columns], rng, alpha=TRAJECTORY_ALPHA)
     else:
         return Trajectory(None, None, "needs 5 seeds, or matched null pairs")
-    first = None if result.first is None else int(pairs.steps[usable][result.first])
+    first = None if result.first is None else int(pairs.steps[columns[result.first]])
     return Trajectory(result.p, first, result.kind)
+
+
+def _evenly(columns: IntArray) -> IntArray:
+    """Return at most `_TRAJECTORY_GRID` of the columns at even distance, the last one among them."""
+    stride = -(-len(columns) // _TRAJECTORY_GRID)
+    return columns if stride <= 1 else columns[::-1][::stride][::-1]
 
 
 def spike_p(pairs: Pairs, rows: list[int]) -> float | None:
@@ -80,16 +90,6 @@ def secondary_p_values(**p_values: float | None) -> dict[str, float | None]:
     }
 
 
-def outcomes_of(
-    gap: FloatArray, endpoints: FloatArray, progress: FloatArray, basis: Basis, margin: float
-) -> Any:
-    """Return outcomes [R] of gaps [R, n, K] with endpoints [R, n] on a basis."""
-    estimate = basis.estimate(endpoints)
-    growth = growth_of(gap, progress, estimate.gap)
-    soft = soft_divergence(estimate.lo, growth, margin)
-    return core.decide(core.claims_of(estimate, margin), soft, growth.grows)
-
-
 def leave_one_out(
     gap: FloatArray,
     endpoints: FloatArray,
@@ -98,12 +98,19 @@ def leave_one_out(
     basis: Basis,
     margin: float,
 ) -> dict[int, Outcome]:
-    """Return the outcome without each seed in turn, from three seeds on: `gap` [n, K], `endpoints` [n]."""
+    """Return the outcome without each seed in turn, for 3 to 30 seeds: `gap` [n, K], `endpoints` [n]."""
     n = len(seeds)
-    if n < 3:
+    if not 3 <= n <= LEAVE_ONE_OUT_UP_TO:
         return {}
+    slopes = gaps.slope(gap, progress)
     kept = np.array([[row for row in range(n) if row != left] for left in range(n)])
-    outcomes = outcomes_of(gap[kept], endpoints[kept], progress, basis, margin)
+    together = max(1, _LEAVE_ONE_OUT_CELLS // gap.size)
+    outcomes: list[Outcome] = []
+    for rows in np.split(kept, range(together, n, together)):
+        estimate = basis.estimate(endpoints[rows])
+        growth = growth_of(gap[rows], progress, estimate.gap, slopes[rows])
+        soft = soft_divergence(estimate.lo, growth, margin)
+        outcomes += core.decide(core.claims_of(estimate, margin), soft, growth.grows).tolist()
     return dict(zip(seeds, outcomes, strict=True))
 
 

@@ -16,6 +16,8 @@ import numpy as np
 from fp8parity_analysis.paired import all_signs
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from fp8parity_analysis.gap import FloatArray
 
 DRAWS = 999
@@ -23,6 +25,8 @@ SATURATION = 0.7
 """Share of its plateau that the null's spread must have reached before the test uses an evaluation."""
 SIGN_FLIP_MIN_SEEDS = 5
 _TIE = 1e-10
+_SORT_KEYS = 64
+_PART = 4_000_000
 
 
 @dataclass(frozen=True)
@@ -62,10 +66,8 @@ def label_permutation(
     rms = np.sqrt(np.mean(units**2, axis=0))
     scaled = units / np.where(rms > 0, rms, 1.0)
     labels = _labellings(len(test), len(units), rng, draws)
-    sums = labels @ scaled
-    return _maximum_test(
-        sums, alpha, "label permutation", len(units), exact=_is_exact(len(test), len(units), draws)
-    )
+    exact = _is_exact(len(test), len(units), draws)
+    return _maximum_test(scaled, lambda part: labels @ part, labels, alpha, "label permutation", exact=exact)
 
 
 def sign_flip(
@@ -76,31 +78,50 @@ def sign_flip(
     n = len(ordered)
     exact = 2**n <= draws + 1
     signs = all_signs(n) if exact else _random_signs(n, rng, draws)
-    squares = (ordered**2).sum(axis=0)
-    means = signs @ ordered / n
-    variance = np.maximum(squares - n * means**2, 1e-24 * squares) / (n - 1)
-    t = np.where(squares > 0, means / np.sqrt(np.where(squares > 0, variance, 1.0) / n), 0.0)
-    return _maximum_test(t, alpha, "sign flip", n, exact=exact)
+
+    def t_statistics(part: FloatArray) -> FloatArray:
+        squares = (part**2).sum(axis=0)
+        means = signs @ part / n
+        variance = np.maximum(squares - n * means**2, 1e-24 * squares) / (n - 1)
+        return np.where(squares > 0, means / np.sqrt(np.where(squares > 0, variance, 1.0) / n), 0.0)
+
+    return _maximum_test(ordered, t_statistics, signs, alpha, "sign flip", exact=exact)
 
 
 def _in_canonical_order(units: FloatArray) -> FloatArray:
-    """Sort the units by their values, so that renaming seeds cannot change a sampled p-value."""
-    return units[np.lexsort(units.T[::-1])]
+    """Sort the units by their last values, so that renaming seeds cannot change a sampled p-value."""
+    return units[np.lexsort(units[:, -_SORT_KEYS:].T)]
 
 
 def _maximum_test(
-    statistics: FloatArray, alpha: float, kind: str, n_units: int, *, exact: bool
+    units: FloatArray,
+    statistic: Callable[[FloatArray], FloatArray],
+    labels: FloatArray,
+    alpha: float,
+    kind: str,
+    *,
+    exact: bool,
 ) -> TrajectoryTest:
-    """Row 0 of `statistics` [B, K] is the observed labelling."""
-    maxima = statistics.max(axis=1)
+    """Compare the maximum of `statistic` [B, k] over the grid under all labellings with row 0, the observed one.
+
+    The grid is walked in parts, so that long ones fit in memory.
+    """
+    width = max(1, _PART // len(labels))
+    reduced = [
+        (part.max(axis=1), part[0].copy())
+        for start in range(0, units.shape[1], width)
+        for part in (statistic(units[:, start : start + width]),)
+    ]
+    maxima = np.max([highest for highest, _ in reduced], axis=0)
+    observed = np.concatenate([first_row for _, first_row in reduced])
     slack = _TIE * max(1.0, abs(float(maxima[0])))
     others = maxima if exact else maxima[1:]
     hits = int(np.count_nonzero(others >= maxima[0] - slack))
     p = hits / len(maxima) if exact else (1 + hits) / len(maxima)
     critical = np.sort(maxima)[::-1][min(len(maxima) - 1, int(alpha * len(maxima)))]
-    above = np.flatnonzero(statistics[0] > critical + slack)
+    above = np.flatnonzero(observed > critical + slack)
     first = int(above[0]) if p <= alpha and len(above) else None
-    return TrajectoryTest(p=p, first=first, kind=kind, n_units=n_units)
+    return TrajectoryTest(p=p, first=first, kind=kind, n_units=len(units))
 
 
 def _is_exact(n: int, n_units: int, draws: int) -> bool:

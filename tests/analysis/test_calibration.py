@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
 from fp8parity_analysis import paired, trajectory
 
 PATH = Path(__file__).parent.parent.parent / "benchmarks" / "calibration.py"
@@ -34,7 +35,9 @@ def test_limits_are_the_binomial_ones(calibration):
 
 def test_a_normal_quantile_instead_of_students_is_noticed(calibration, monkeypatch):
     monkeypatch.setattr(paired, "stdtrit", lambda df, p: 1.6448536269514722)
-    assert not any(line.ok for line in calibration.c4_coverage(400) if "n=8" not in line.name and "n=5" not in line.name)
+    assert not any(
+        line.ok for line in calibration.c4_coverage(400) if "n=8" not in line.name and "n=5" not in line.name
+    )
 
 
 def test_steps_as_replicates_are_noticed(calibration, monkeypatch):
@@ -52,7 +55,9 @@ def test_a_missing_burn_in_is_noticed(calibration, monkeypatch):
 
 
 def test_an_uncorrected_look_is_noticed(calibration, monkeypatch):
-    monkeypatch.setattr("fp8parity_analysis.sequential.look_alphas", lambda looks, alpha, spending: (alpha,) * len(looks))
+    monkeypatch.setattr(
+        "fp8parity_analysis.sequential.look_alphas", lambda looks, alpha, spending: (alpha,) * len(looks)
+    )
     line = next(iter(calibration.c6_sequential(2000)))
     assert not line.ok
 
@@ -62,7 +67,9 @@ def test_the_exit_status_tells(calibration, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(sys, "argv", ["calibration.py", "--json", str(report)])
     for high, status in ((1.0, 0), (-1.0, 1)):
         monkeypatch.setattr(
-            calibration, "lines", lambda replicates, draws, high=high: iter([calibration.Line("x", 0.5, 0, high, 10)])
+            calibration,
+            "lines",
+            lambda replicates, draws, high=high: iter([calibration.Line("x", 0.5, 0, high, 10)]),
         )
         assert calibration.main() == status
     assert '"ok": false' in report.read_text()
