@@ -32,6 +32,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fp8parity.errors import UsageError
+from fp8parity.precision_rules import JITTER_RANGE
 
 Format = Literal["e4m3fn", "e5m2"]
 Granularity = Literal["tensor", "row", "block_1xB", "block_BxB"]
@@ -44,9 +45,6 @@ AMAX_FLOOR = 1e-12
 
 BLOCK = 128
 """Side of a block in the block-scaled recipes (DeepSeek-V3, arXiv 2412.19437, 3.3.2; torchao's kernels)."""
-
-JITTER_RANGE = (0.85, 1.0)
-"""Half-open range of the grid constant of a jittered replica; below 1, so that nothing new saturates."""
 
 GEMMS: tuple[Gemm, ...] = ("output", "grad_input", "grad_weight")
 OPERANDS: dict[Gemm, tuple[Operand, Operand]] = {

@@ -16,7 +16,8 @@ from torch.utils.checkpoint import checkpoint
 from fp8parity.casts import GEMMS, RECIPES, Gemm, fake_quantise, operands_of, quantise
 from fp8parity.errors import UsageError
 from fp8parity.precision import reference, torchao_float8
-from fp8parity.precision.reference import ReferenceLinear, convert, jitter_constant
+from fp8parity.precision.reference import ReferenceLinear, convert
+from fp8parity.precision_rules import jitter_constant
 from fp8parity.spec import PrecisionSpec
 
 TORCHAO_RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")

@@ -35,6 +35,7 @@ from fp8parity.casts import (
     Granularity,
     Operand,
     RecipePlan,
+    fake_quantise,
     operands_of,
     recipe_plan,
     with_jitter,
@@ -95,10 +96,15 @@ def _run(layer: nn.Linear, operands: Operands) -> Results:
     return {"output": output.detach(), "grad_input": grad_input, "grad_weight": grad_weight}
 
 
-def agreement_db(actual: Tensor, expected: Tensor, left: Tensor, right: Tensor) -> float:
-    """Return how well two [P, Q] results of left [P, C] @ right [Q, C]^T agree, in dB; 0 is not at all."""
+def typical_size(left: Tensor, right: Tensor) -> Tensor:
+    """Return sqrt(sum_c left_c^2 right_c^2) [P, Q] for left [P, C] @ right [Q, C]^T: an entry's typical size."""
     size = (left.double().square() @ right.double().t().square()).sqrt()
-    error = ((actual.double() - expected.double()) / size.clamp(min=torch.finfo(torch.float64).tiny)).square()
+    return size.clamp(min=torch.finfo(torch.float64).tiny)
+
+
+def agreement_db(actual: Tensor, expected: Tensor, size: Tensor) -> float:
+    """Return how well two results [P, Q] agree, in dB, entries relative to their typical size; 0: not at all."""
+    error = ((actual.double() - expected.double()) / size).square()
     mean = error.nan_to_num(nan=1.0).clamp(max=1.0).mean().item()
     return -10 * math.log10(max(mean, 1e-20))
 
@@ -107,26 +113,34 @@ def _cast_weight(weight: Tensor, source: str) -> Tensor:
     return weight.bfloat16() if source == "compute" else weight
 
 
+def _read_operands(gemm: Gemm, operands: Operands, source: str) -> tuple[Tensor, Tensor]:
+    weight = _cast_weight(operands["weight"], source)
+    return operands_of(gemm, operands["input"], weight, operands["grad_output"])
+
+
 def _expected(gemm: GemmPlan, stored: CastPlan | None, operands: Operands, source: str) -> Tensor:
-    read = {**operands, "weight": _cast_weight(operands["weight"], source)}
-    left, right = operands_of(gemm.gemm, read["input"], read["weight"], read["grad_output"])
+    left, right = _read_operands(gemm.gemm, operands, source)
     return multiply(gemm, left, right, torch.bfloat16, stored=stored)
 
 
-def _candidates(gemm: Gemm) -> Iterator[tuple[str, GemmPlan, CastPlan | None]]:
-    """Yield what a GEMM may have been instead: high precision, the recipes' own, any two casts.
-
-    With the cast that made the stored copy of the input, which a requantising plan reads.
-    """
-    yield "high precision (no FP8)", GemmPlan(gemm, None, None), None
-    for recipe, plan in RECIPES.items():
-        yield f"{recipe}'s ({_casts(plan.gemm(gemm))})", plan.gemm(gemm), plan.output.left
+def _candidates(gemm: Gemm, operands: Operands) -> Iterator[tuple[str, Tensor]]:
+    """Yield what a GEMM may have been instead, with its result: the recipes' own, then any two casts."""
+    wide = operands["weight"].dtype != torch.bfloat16
+    sources = [("", "compute")] if "weight" not in OPERANDS[gemm] or not wide else [
+        (f", weight cast from {source}", source) for source in ("compute", "master")
+    ]  # fmt: skip
+    yield "high precision (no FP8)", _expected(GemmPlan(gemm, None, None), None, operands, "compute")
+    for (recipe, plan), (suffix, source) in product(RECIPES.items(), sources):
+        own = plan.gemm(gemm)
+        yield f"{recipe}'s ({_casts(own)}){suffix}", _expected(own, plan.output.left, operands, source)
     formats: tuple[Format, ...] = ("e4m3fn", "e5m2")
     grains: tuple[Granularity, ...] = ("tensor", "row", "block_1xB", "block_BxB")
     casts = [CastPlan(f, g, power_of_two=p) for f, g, p in product(formats, grains, (False, True))]
-    for left, right in product(casts, casts):
-        both = GemmPlan(gemm, left, right)
-        yield _casts(both), both, None
+    for suffix, source in sources:
+        left, right = _read_operands(gemm, operands, source)
+        lefts, rights = ([(c, fake_quantise(t, c)) for c in casts] for t in (left, right))
+        for (a, x), (b, y) in product(lefts, rights):
+            yield f"{_casts(GemmPlan(gemm, a, b))}{suffix}", (x @ y.t()).bfloat16()
 
 
 def _casts(plan: GemmPlan) -> str:
@@ -134,16 +148,14 @@ def _casts(plan: GemmPlan) -> str:
     return f"{left} {plan.left} x {right} {plan.right}" if plan.is_fp8 else "high precision"
 
 
-def _nearest(gemm: Gemm, operands: Operands, actual: Tensor) -> tuple[float, str]:
-    """Return the best agreement among the candidates and its name; earlier candidates win ties."""
-    left, right = operands_of(gemm, operands["input"], operands["weight"], operands["grad_output"])
+def _nearest(gemm: Gemm, operands: Operands, actual: Tensor, size: Tensor) -> tuple[float, str]:
+    """Return the best agreement among the candidates and its name; the first good enough one wins."""
     best, name = -1.0, ""
-    sources = ("compute", "master") if operands["weight"].dtype != torch.bfloat16 else ("compute",)
-    for (label, candidate, stored), source in product(_candidates(gemm), sources):
-        db = agreement_db(actual, _expected(candidate, stored, operands, source), left, right)
-        if db > best + 1:  # a decibel: equal arithmetic differs by less
-            best, name = db, f"{label}, weight cast from {source}" if "weight" in OPERANDS[gemm] else label
-        if best > AGREEMENT_DB:
+    for label, result in _candidates(gemm, operands):
+        db = agreement_db(actual, result, size)
+        if db > best:
+            best, name = db, label
+        if best >= AGREEMENT_DB:
             break
     return best, name
 
@@ -166,11 +178,11 @@ def effective_differences(
         return stale  # its values match nothing; the cause is named already
     differences = []
     for gemm in GEMMS:
-        left, right = operands_of(gemm, operands["input"], operands["weight"], operands["grad_output"])
+        size = typical_size(*_read_operands(gemm, operands, "master"))
         expected = _expected(plan.gemm(gemm), plan.output.left, operands, precision.weight_cast_source)
-        db = agreement_db(results[gemm], expected, left, right)
+        db = agreement_db(results[gemm], expected, size)
         if db < AGREEMENT_DB:
-            best, name = _nearest(gemm, operands, results[gemm])
+            best, name = _nearest(gemm, operands, results[gemm], size)
             found = f"computes {name} ({best:.0f} dB)" if best >= AGREEMENT_DB else "matches no known cast"
             differences.append(
                 f"{fqn}: GEMM {gemm} {found}; declared {precision.recipe}: {_casts(plan.gemm(gemm))}, weight "

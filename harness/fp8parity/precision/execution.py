@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import record_function
 
 from fp8parity.casts import GEMMS, Gemm
+from fp8parity.precision.profile_events import Event, profiled_events
 from fp8parity.precision.reference import SCALED_MM
 
 if TYPE_CHECKING:
@@ -114,74 +115,53 @@ def _marked(linears: Mapping[str, nn.Module], wants: dict[str, tuple[bool, bool]
                 module.forward = patched
 
 
-def _profile(step: Callable[[], object]) -> Any:
-    # operators are dispatched on the CPU whatever the device, so its activity is enough
-    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiled:
-        step()
-    return profiled
-
-
 # --- reading a profile -------------------------------------------------------------------------------------
 
 
-def _ancestors(event: Any) -> Iterator[Any]:
-    while (event := event.cpu_parent) is not None:
-        yield event
-
-
-def _range_of(event: Any) -> str | None:
+def _range_of(event: Event) -> str | None:
     """Return the layer whose forward the event runs in, unless a backward node lies between."""
-    for ancestor in _ancestors(event):
+    for ancestor in event.ancestors:
         if ancestor.name.startswith(_RANGE):
-            return str(ancestor.name[len(_RANGE) :])
-        if _is_backward(ancestor):
+            return ancestor.name[len(_RANGE) :]
+        if ancestor.is_backward:
             return None
     return None
 
 
-def _is_backward(event: Any) -> bool:
-    return bool(event.sequence_nr >= 0 and event.fwd_thread != 0)
-
-
-def _backward_node(event: Any) -> Any | None:
-    return next((a for a in _ancestors(event) if _is_backward(a)), None)
-
-
-def _sequence_owners(events: Sequence[Any]) -> dict[tuple[int, int], str]:
+def _sequence_owners(events: Sequence[Event]) -> dict[tuple[int, int], str]:
     """Map (forward thread, autograd sequence number) to the layer that created the node."""
     owners: dict[tuple[int, int], str] = {}
     for event in events:
-        if event.sequence_nr >= 0 and not _is_backward(event):
+        if event.sequence >= 0 and not event.is_backward:
             fqn = _range_of(event)
             if fqn is not None:
-                owners[event.thread, event.sequence_nr] = fqn
+                owners[event.thread, event.sequence] = fqn
     return owners
 
 
-def _formats(event: Any, dtypes: dict[int, list[str]]) -> str:
-    names = [_DTYPE_NAMES[d] for d in dtypes.get(event.id, []) if d in _DTYPE_NAMES]
-    return " x ".join(names[:2])
+def _formats(event: Event) -> str:
+    return " x ".join([_DTYPE_NAMES[d] for d in event.dtypes if d in _DTYPE_NAMES][:2])
 
 
-def _matrix_shapes(event: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _matrix_shapes(event: Event) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return left and right as a plain product [P, C], [C, Q]."""
-    shapes = [tuple(s) for s in event.input_shapes]
+    shapes = event.shapes
     if event.name == SCALED_MM:  # its right operand has the reduced axis last
         return shapes[0], shapes[3][::-1]
     return shapes[0], shapes[1]
 
 
-def _backward_gemms(events: Sequence[Any], weight: tuple[int, int]) -> list[tuple[Gemm, Any]]:
+def _backward_gemms(events: Sequence[Event], weight: tuple[int, int]) -> list[tuple[Gemm, Event]]:
     """Name the FP8 GEMMs of one backward node; `weight` is [N, K].
 
     The reference labels its own. torch's are told apart by their shapes: grad_input is [M, N] @ [N, K] and
     grad_weight [N, M] @ [M, K]. With M = N both fit, and the order decides: every implementation does
     grad_input first.
     """
-    named: list[tuple[Gemm, Any]] = []
+    named: list[tuple[Gemm, Event]] = []
     for event in events:
         if event.name == SCALED_MM:
-            named.append((GEMMS[event.concrete_inputs[7]], event))
+            named.append((GEMMS[event.scalar(7)], event))
             continue
         left, right = _matrix_shapes(event)
         is_input, is_weight = (left[1], right[1]) == weight, (left[0], right[1]) == weight
@@ -201,29 +181,38 @@ class _Tally:
     stray: dict[str, int]
 
 
-def _read(profiled: Any, weights: dict[str, tuple[int, int]]) -> _Tally:
-    events = sorted(profiled.events(), key=lambda e: e.time_range.start)
-    dtypes = {k.correlation_id(): k.dtypes() for k in profiled.profiler.kineto_results.events()}
+def _read(events: Sequence[Event], weights: dict[str, tuple[int, int]]) -> _Tally:
     owners = _sequence_owners(events)
     tally = _Tally({}, defaultdict(int), defaultdict(int), defaultdict(list), defaultdict(int))
-    nodes: dict[int, tuple[str, list[Any]]] = {}
+    nodes: dict[Event, tuple[str, list[Event]]] = {}
     for event in events:
         if event.name.startswith(_RANGE):
             fqn = event.name[len(_RANGE) :]
             tally.order.setdefault(fqn)
-            (tally.calls if _backward_node(event) is None else tally.recomputed)[fqn] += 1
-        if event.name not in FP8_GEMM_OPS:
-            continue
-        fqn, node = _range_of(event), _backward_node(event)
-        if fqn is not None:
-            tally.gemms[fqn].append(("output", _formats(event, dtypes)))
-        elif node is not None and (owner := owners.get((node.fwd_thread, node.sequence_nr))) is not None:
-            nodes.setdefault(node.id, (owner, []))[1].append(event)
-        else:
-            tally.stray[event.name] += 1
+            (tally.calls if event.backward_node is None else tally.recomputed)[fqn] += 1
+        elif event.name in FP8_GEMM_OPS:
+            _attribute(event, owners, nodes, tally)
     for fqn, inside in nodes.values():
-        tally.gemms[fqn] += [(g, _formats(e, dtypes)) for g, e in _backward_gemms(inside, weights[fqn])]
+        tally.gemms[fqn] += [(g, _formats(e)) for g, e in _backward_gemms(inside, weights[fqn])]
     return tally
+
+
+def _attribute(
+    event: Event,
+    owners: dict[tuple[int, int], str],
+    nodes: dict[Event, tuple[str, list[Event]]],
+    tally: _Tally,
+) -> None:
+    """Give one FP8 GEMM to the layer it belongs to; those of a backward node wait for their siblings."""
+    fqn, node = _range_of(event), event.backward_node
+    if fqn is not None:
+        tally.gemms[fqn].append(("output", _formats(event)))
+        return
+    owner = None if node is None else owners.get((node.forward_thread, node.sequence))
+    if node is None or owner is None:
+        tally.stray[event.name] += 1
+    else:
+        nodes.setdefault(node, (owner, []))[1].append(event)
 
 
 # --- the two observations ----------------------------------------------------------------------------------
@@ -246,8 +235,8 @@ def observe(
     for phase, step in phases:
         wants: dict[str, tuple[bool, bool]] = {}
         with torch.compiler.set_stance("force_eager"), _marked(linears, wants):
-            profiled = _profile(step)
-        tally = _read(profiled, {n: (m.out_features, m.in_features) for n, m in linears.items()})
+            events = profiled_events(step)
+        tally = _read(events, {n: (m.out_features, m.in_features) for n, m in linears.items()})
         order = [*tally.order, *(n for n in linears if n not in tally.order)]
         layers += [_layer(fqn, phase, tally, wants.get(fqn, (False, False))) for fqn in order]
         stray += [(phase, name, n) for name, n in sorted(tally.stray.items())]
@@ -264,4 +253,4 @@ def _layer(fqn: str, phase: Phase, tally: _Tally, wants: tuple[bool, bool]) -> L
 
 def count_fp8_gemms(step: Callable[[], object]) -> int:
     """Return how many FP8 GEMMs `step` executes as it stands, compiled or not, over all layers."""
-    return sum(1 for event in _profile(step).events() if event.name in FP8_GEMM_OPS)
+    return sum(1 for event in profiled_events(step) if event.name in FP8_GEMM_OPS)

@@ -13,7 +13,6 @@ float64. The high-precision operands are saved and cast again in the backward pa
 
 from __future__ import annotations
 
-import hashlib
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,7 +21,6 @@ from torch.autograd.function import once_differentiable
 
 from fp8parity.casts import (
     GEMMS,
-    JITTER_RANGE,
     CastPlan,
     GemmPlan,
     RecipePlan,
@@ -195,19 +193,6 @@ class ReferenceLinear(nn.Linear):
         return (
             f"{super().extra_repr()}, recipe={self.plan.recipe}, weight_cast_source={self.weight_cast_source}"
         )
-
-
-def jitter_constant(seed: int, replica: int) -> float:
-    """Return the grid constant of a replica: uniform in [0.85, 1), a pure function of seed and replica.
-
-    Replica 0 is the original and gets 1. The same constant is used for every cast of the run
-    (`casts.with_jitter`).
-    """
-    if replica == 0:
-        return 1.0
-    digest = hashlib.sha256(f"rounding-grid jitter/{seed}/{replica}".encode()).digest()
-    low, high = JITTER_RANGE
-    return low + (high - low) * (int.from_bytes(digest[:6]) / 2**48)
 
 
 def convert(linear: nn.Linear, precision: PrecisionSpec, jitter: float = 1.0) -> ReferenceLinear:

@@ -1,61 +1,37 @@
 """torchao's `Float8Linear` (torchao.float8, 0.18): FP8 GEMMs through `torch._scaled_mm`, on CUDA and on CPU.
 
-What torchao's own module lacks and `ComputeCastFloat8Linear` adds: it honours the autocast of the input's own
-device (torchao reads the CUDA autocast state only, so on a CPU the arms would compute in different dtypes), and it
-lets the weight cast read the bf16 copy instead of the fp32 master.
+What torchao's own module lacks and `ComputeCastFloat8Linear` adds: it honours the autocast of the input's
+own device (torchao reads the CUDA autocast state only, so on a CPU the arms would compute in different
+dtypes), and it lets the weight cast read the bf16 copy instead of the fp32 master.
 """
 
 from __future__ import annotations
 
 import warnings
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor, nn
+from fp8parity.precision.reference import compute_dtype_of
+from fp8parity.precision_rules import BACKEND_RECIPES, require_backend
 
-from fp8parity.errors import UsageError
-from fp8parity.spec import PrecisionSpec
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from fp8parity.spec import PrecisionSpec
 
 with warnings.catch_warnings():
-    # torch 2.13 announces the removal of a pytree name that torchao 0.18 still uses; nothing the user can act on
+    # torch 2.13 announces the removal of a pytree name that torchao 0.18 uses; the user cannot act on it
     warnings.simplefilter("ignore")
     from torchao.float8.config import Float8LinearConfig
     from torchao.float8.float8_linear import Float8Linear, matmul_with_hp_or_float8_args
 
-RECIPES = ("tensorwise", "rowwise")
-
-_GEMM_DTYPES = {
-    "tensorwise": (
-        ("output", "e4m3 x e4m3"),
-        ("grad_input", "e5m2 x e4m3"),
-        ("grad_weight", "e5m2 x e4m3"),
-    ),
-    "rowwise": (
-        ("output", "e4m3 x e4m3"),
-        ("grad_input", "e4m3 x e4m3"),
-        ("grad_weight", "e4m3 x e4m3"),
-    ),
-}
-
-
-def gemm_dtypes(recipe: str) -> tuple[tuple[str, str], ...]:
-    """Return the operand formats of the three GEMMs (torchao/float8/config.py); `UsageError` if unsupported."""
-    if recipe not in _GEMM_DTYPES:
-        raise UsageError(
-            f"precision.recipe: {recipe} has no torchao_float8 backend; it has {', '.join(_GEMM_DTYPES)}"
-        )
-    return _GEMM_DTYPES[recipe]
-
-
-def compute_dtype_of(x: Tensor) -> torch.dtype:
-    """Return the dtype that autocast gives a linear's input on x's own device, or x's dtype without autocast."""
-    kind = x.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+RECIPES = BACKEND_RECIPES["torchao_float8"]
 
 
 class ComputeCastFloat8Linear(Float8Linear):  # type: ignore[misc]  # torchao ships no types
     """`Float8Linear` whose input, and by default its weight, is cast to the compute dtype first.
 
-    `weight_cast_source`: `compute` quantises the bf16 copy of the weight, `master` the stored parameter itself.
+    `weight_cast_source`: `compute` quantises the bf16 copy of the weight, `master` the stored parameter
+    itself.
     """
 
     weight_cast_source: str = "compute"
@@ -71,8 +47,8 @@ class ComputeCastFloat8Linear(Float8Linear):  # type: ignore[misc]  # torchao sh
 
 
 def convert(linear: nn.Linear, precision: PrecisionSpec) -> nn.Linear:
-    """Return the FP8 linear that shares `linear`'s parameters."""
-    gemm_dtypes(precision.recipe)
+    """Return the FP8 linear that shares `linear`'s parameters; `UsageError` for a recipe torchao lacks."""
+    require_backend(precision)
     config = Float8LinearConfig.from_recipe_name(precision.recipe)
     converted: ComputeCastFloat8Linear = ComputeCastFloat8Linear.from_float(linear, config=config)
     converted.weight_cast_source = precision.weight_cast_source

@@ -1,0 +1,82 @@
+"""torchao's block-scaled linear (torchao.prototype.blockwise_fp8_training, 0.18): a prototype, Hopper only.
+
+NOT RUN by this project's tests: it needs CUDA, Triton and compute capability 9.0, and the tests have none.
+Its casts are those of the `blockwise` recipe of `casts.py`, which the tests compare with the PyTorch
+references in torchao's source. `effective.effective_differences` says on the machine itself whether the
+layer computes what is declared.
+
+torchao's module multiplies in bf16 only, takes no bias, needs multiples of 128 throughout and, like its
+float8 module, knows no autocast of its own; the subclass casts input and weight to the compute dtype first.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from fp8parity.errors import UsageError
+from fp8parity.precision_rules import require_backend
+
+if TYPE_CHECKING:
+    from fp8parity.spec import PrecisionSpec
+
+MULTIPLE = 128
+
+
+def _import_linear() -> Any:
+    """Import torchao's module, which imports Triton at its top; `UsageError` says what is missing."""
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0):
+        found = "no CUDA device"
+        if torch.cuda.is_available():
+            found = f"{torch.cuda.get_device_name()} ({torch.cuda.get_device_capability()})"
+        raise UsageError(
+            "precision.backend: torchao_blockwise needs an NVIDIA GPU of compute capability 9.0 (Hopper), "
+            f"found {found}; write backend: reference to emulate the recipe"
+        )
+    try:
+        from torchao.prototype.blockwise_fp8_training import linear
+    except ImportError as error:
+        raise UsageError(
+            f"precision.backend: torchao_blockwise cannot be imported ({error}); install Triton and torchao "
+            "0.18, or write backend: reference"
+        ) from error
+    return linear
+
+
+def _compute_cast_class(module: Any) -> Any:
+    class ComputeCastBlockwiseLinear(module.Float8BlockwiseLinear):  # type: ignore[misc]  # torchao ships no types
+        """`Float8BlockwiseLinear` that casts its input, and by default its weight, to bf16 first."""
+
+        weight_cast_source: str = "compute"
+
+        def forward(self, input: Tensor) -> Tensor:
+            x = input.to(torch.bfloat16)
+            weight = self.weight.to(torch.bfloat16) if self.weight_cast_source == "compute" else self.weight
+            output: Tensor = module.fp8_blockwise_mm.apply(x, weight, self.block_size, torch.bfloat16, False)
+            return output
+
+    return ComputeCastBlockwiseLinear
+
+
+def convert(linear: nn.Linear, precision: PrecisionSpec) -> nn.Linear:
+    """Return the block-scaled linear that shares `linear`'s parameters.
+
+    Raises `UsageError` for another recipe than blockwise, a bias, sizes that are no multiple of 128, or a
+    machine without the kernels.
+    """
+    require_backend(precision)
+    needs = "bias" in dict(linear.named_parameters())
+    problems = ["no bias"] if needs else []
+    problems += [f"in_features a multiple of {MULTIPLE}"] if linear.in_features % MULTIPLE else []
+    problems += [f"out_features a multiple of {MULTIPLE}"] if linear.out_features % MULTIPLE else []
+    if problems:
+        raise UsageError(
+            f"precision.backend: torchao_blockwise needs {' and '.join(problems)}, got {linear}; change the "
+            "layer or keep it in BF16 (precision.exclude)"
+        )
+    converted: Any = _compute_cast_class(_import_linear()).from_float(linear)
+    converted.weight_cast_source = precision.weight_cast_source
+    result: nn.Linear = converted
+    return result
