@@ -82,6 +82,7 @@ MANIFEST_KEYS = (
     "init_digest",
     "environment",
     "conversion",
+    "execution",
     "effective",
     "started_at",
     "finished_at",
@@ -92,7 +93,8 @@ MANIFEST_KEYS = (
     "notes",
 )
 """Keys of `manifest.json`, which is written last, by rename: a directory without it is an unfinished run.
-`conversion` lists what was converted and what was skipped and why; `effective` records what was in force
+`conversion` lists what was converted and what was skipped and why; `execution` is the proof of what ran (FP8 GEMMs
+in training and evaluation, differences from the declaration); `effective` records what was in force
 (backend, compute dtype, compile mode); `environment` is the fingerprint of what can change numerics."""
 
 

@@ -18,9 +18,11 @@ import lightning as L
 import torch
 from torch import Tensor
 
-from fp8parity.errors import InterruptedRunError
+from fp8parity.data import BatchPlan
+from fp8parity.errors import ExecutionMismatchError, InterruptedRunError
 from fp8parity.heldout import bf16_twin, held_out_loss
 from fp8parity.module import LMModule, MicroBatch
+from fp8parity.proof import ExecutionProof, prove
 from fp8parity.schedule import lr_factor
 from fp8parity.spec import RunSpec
 from fp8parity_analysis import schema
@@ -117,6 +119,32 @@ class CurveRecorder(L.Callback):
     def restart_clock(self) -> None:
         """Leave out of the next step's time what happened since the last one."""
         self._clock = time.perf_counter()
+
+
+class ProofBeforeTraining(L.Callback):
+    """Refuses to train a run that does not execute what it declares."""
+
+    def __init__(self, spec: RunSpec, plan: BatchPlan) -> None:
+        self.spec = spec
+        self.plan = plan
+        self.proof: ExecutionProof | None = None
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Prove on the next step's micro-batches; raises `ExecutionMismatchError` naming every difference."""
+        assert isinstance(pl_module, LMModule)
+        assert pl_module.built is not None
+        rows = torch.from_numpy(self.plan.rows(trainer.global_step)).to(pl_module.device)
+        self.proof = prove(
+            pl_module.decoder,
+            self.spec,
+            pl_module.built.plan,
+            rows.chunk(self.spec.train.accumulate),
+            trainer.precision_plugin.forward_context,
+        )
+        if self.proof.differences:
+            shown = "; ".join(self.proof.differences[:5])
+            more = f" (and {len(self.proof.differences) - 5} more)" if len(self.proof.differences) > 5 else ""
+            raise ExecutionMismatchError(f"the run would not execute what it declares: {shown}{more}")
 
 
 class HeldOutEvaluator(L.Callback):

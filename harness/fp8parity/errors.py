@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+EXIT_INVALID = 12
 EXIT_DIVERGED = 20
 EXIT_USAGE = 64
 EXIT_INTERRUPTED = 75
@@ -17,6 +18,12 @@ class UsageError(Fp8ParityError):
     """Bad input or usage: a recipe file, a path, an option, an unsupported combination."""
 
     exit_code = EXIT_USAGE
+
+
+class ExecutionMismatchError(Fp8ParityError):
+    """A run does not execute the precision it declares; what it would measure is not what was asked."""
+
+    exit_code = EXIT_INVALID
 
 
 class InterruptedRunError(Fp8ParityError):

@@ -21,7 +21,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Any
 
-from fp8parity.errors import EXIT_DIVERGED, EXIT_INTERRUPTED, EXIT_USAGE, InterruptedRunError
+from fp8parity.errors import EXIT_DIVERGED, EXIT_INTERRUPTED, EXIT_INVALID, EXIT_USAGE, InterruptedRunError
 from fp8parity_analysis import schema
 from fp8parity_analysis.json_files import read_json
 
@@ -192,8 +192,8 @@ class Launcher:
             job.outcome = "finished" if code == 0 else "diverged"
         elif code in (EXIT_INTERRUPTED, -signal.SIGTERM) and self.stopping:
             job.outcome = "interrupted"
-        elif code == EXIT_USAGE:
-            job.outcome = "refused"
+        elif code in (EXIT_USAGE, EXIT_INVALID):
+            job.outcome = "refused" if code == EXIT_USAGE else "invalid"
         elif job.attempts <= MAX_RETRIES and not self.stopping:
             ledger_line(self.out, job.run_id, "retry", exit_code=code, reason=job.reason)
             self.queue.insert(0, job)

@@ -16,6 +16,7 @@ from pydantic import ValidationError
 
 from fp8parity import layer_policy
 from fp8parity.errors import UsageError
+from fp8parity.precision_rules import rule_problems
 from fp8parity.recipe_file import (
     CriteriaSpec,
     Problems,
@@ -76,7 +77,7 @@ class Matrix:
     @property
     def pairs(self) -> int:
         """Number of (test, control) pairs."""
-        return sum(run.role == "test" for run in self.runs)
+        return sum(run.role == "test" and run.spec.replica == 0 for run in self.runs)
 
 
 @dataclass(frozen=True)
@@ -144,6 +145,9 @@ def _shapes(model: ModelSpec, vocab_rows: int) -> tuple[Any, ...]:
 
 def preflight(spec: RunSpec, vocab_rows: int) -> list[tuple[tuple[str, str], str]]:
     """Return what would make this run fail or not be FP8, as ((section, key), message), before any training."""
+    rules = rule_problems(spec)
+    if rules:
+        return rules
     shapes = _shapes(spec.model, vocab_rows)
     try:
         plan = layer_policy.resolve(shapes, spec.precision)
@@ -194,6 +198,15 @@ def _varying(specs: Iterable[RunSpec], *, precision: bool) -> list[tuple[str, st
                 for key, value in values.items():
                     seen.setdefault((section, key), set()).add(repr(value))
     return [path for path, values in seen.items() if len(values) > 1]
+
+
+def _varying_within_recipes(cells: Sequence[RunSpec]) -> list[tuple[str, str]]:
+    """Return the precision keys that tell two arms of one recipe apart; a backend of its own needs no mention."""
+    by_recipe: dict[str, list[RunSpec]] = {}
+    for spec in cells:
+        by_recipe.setdefault(spec.precision.recipe, []).append(spec)
+    found = [path for specs in by_recipe.values() for path in _varying(specs, precision=True)]
+    return list(dict.fromkeys(found))
 
 
 def _arm_label(spec: RunSpec, varying: Sequence[tuple[str, str]]) -> str:
@@ -249,8 +262,9 @@ def _check_cells(
                 _place(cell, ("precision", "recipe")),
                 "bf16 is the control and is added by itself; name FP8 recipes here, and replicas of it under null",
             )
-        for loc, message in preflight(spec, rows):
-            problems.add(_place(cell, loc), message)
+        for checked in (spec, *_replicas(recipe, spec, "test")):
+            for loc, message in preflight(checked, rows):
+                problems.add(_place(cell, loc), message)
         valid.append(spec)
     return valid
 
@@ -281,18 +295,22 @@ def expand(recipe: RecipeFile, marked: MarkedYaml) -> Matrix:
 
 def _ordered_runs(recipe: RecipeFile, cells: Sequence[RunSpec]) -> tuple[PlannedRun, ...]:
     """Return the runs: seed by seed, control before null before tests, each run once."""
-    precision_keys = _varying((s for s in cells if not s.precision.is_bf16), precision=True)
+    precision_keys = _varying_within_recipes(cells)
     group_keys = _varying(cells, precision=False)
     runs: dict[str, PlannedRun] = {}
-    null_seeds = sorted({s for null in recipe.null for s in (null.seeds or ())} - set(recipe.seeds))
+    null_seeds = sorted(
+        {s for null in recipe.null if null.arm == "control" for s in (null.seeds or ())} - set(recipe.seeds)
+    )
     for seed in (*recipe.seeds, *null_seeds):
         for spec in cells:
             test = spec.model_copy(update={"seed": seed})
             group = _group_label(spec, group_keys)
             control = _control_of(recipe, test)
-            planned = [_run(control, group, "bf16", "control"), *_null_runs(recipe, control, group, seed)]
+            planned = [_run(control, group, "bf16", "control")]
+            planned += [_run(s, group, "bf16_null", "null") for s in _replicas(recipe, control, "control")]
             if seed in recipe.seeds and not spec.precision.is_bf16:
-                planned.append(_run(test, group, _arm_label(spec, precision_keys), "test"))
+                arm = _arm_label(spec, precision_keys)
+                planned += [_run(s, group, arm, "test") for s in (test, *_replicas(recipe, test, "test"))]
             for run in planned:
                 runs.setdefault(run.run_id, run)
     order = {"control": 0, "null": 1, "test": 2}
@@ -300,16 +318,15 @@ def _ordered_runs(recipe: RecipeFile, cells: Sequence[RunSpec]) -> tuple[Planned
     return tuple(sorted(runs.values(), key=lambda r: (seeds.index(r.spec.seed), order[r.role])))
 
 
-def _null_runs(recipe: RecipeFile, control: RunSpec, group: str, seed: int) -> list[PlannedRun]:
-    runs = []
-    number = 0
-    for null in recipe.null:
-        for _ in range(null.replicas):
-            number += 1
-            if null.seeds is None or seed in null.seeds:
-                spec = control.model_copy(update={"replica": number, "replica_kind": null.kind})
-                runs.append(_run(spec, group, "bf16_null", "null"))
-    return runs
+def _replicas(recipe: RecipeFile, spec: RunSpec, arm: str) -> list[RunSpec]:
+    """Return the replicas of `spec` that the file's null entries ask for, numbered from 1 over all entries."""
+    kinds = [null.kind for null in recipe.null if null.arm == arm for _ in range(null.replicas)]
+    seeds = [null.seeds for null in recipe.null if null.arm == arm for _ in range(null.replicas)]
+    return [
+        spec.model_copy(update={"replica": number, "replica_kind": kind})
+        for number, (kind, own) in enumerate(zip(kinds, seeds, strict=True), start=1)
+        if own is None or spec.seed in own
+    ]
 
 
 def read(path: Path) -> Matrix:

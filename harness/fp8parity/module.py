@@ -15,9 +15,11 @@ from torch.utils.data import DataLoader, IterableDataset
 from fp8parity import layer_policy, precision
 from fp8parity.data import BatchPlan, batch_digest
 from fp8parity.errors import UsageError
+from fp8parity.layer_policy import LayerPlan
 from fp8parity.model import DecoderLM, initialise, parameters_digest
 from fp8parity.precision.bf16 import use_fp32_accumulation
 from fp8parity.precision.record import ConversionRecord
+from fp8parity.precision_rules import jitter_of
 from fp8parity.schedule import lr_factor
 from fp8parity.shapes import linear_shapes
 from fp8parity.spec import RunSpec
@@ -33,6 +35,7 @@ class BuiltModel:
     model: DecoderLM
     init_digest: str
     record: ConversionRecord
+    plan: LayerPlan
 
 
 def build_model(spec: RunSpec, vocab_rows: int) -> BuiltModel:
@@ -41,14 +44,14 @@ def build_model(spec: RunSpec, vocab_rows: int) -> BuiltModel:
     initialise(model, spec.seed)
     init_digest = parameters_digest(model)
     plan = layer_policy.resolve(linear_shapes(spec.model, vocab_rows), spec.precision)
-    record = precision.apply(model, plan, spec.precision)
+    record = precision.apply(model, plan, spec.precision, jitter=jitter_of(spec))
     if spec.train.bf16_gemm == "fp32_accumulate":
         use_fp32_accumulation(model)
     if spec.train.compile == "blocks":
         precision.patch_code_generation()
         for block in model.blocks:
             block.compile()
-    return BuiltModel(model, init_digest, record)
+    return BuiltModel(model, init_digest, record, plan)
 
 
 class LMModule(L.LightningModule):

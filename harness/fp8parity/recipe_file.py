@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, Field, ValidationError, field_validator
+from pydantic import BaseModel, BeforeValidator, Field, ValidationError, field_validator, model_validator
 
 from fp8parity.spec import (
     DataSpec,
@@ -48,14 +48,23 @@ Fraction = Annotated[float, BeforeValidator(parse_fraction), Field(gt=0, lt=1)]
 
 
 class NullArm(Frozen):
-    """Replicas of the control under the same seed: the measured noise floor."""
+    """Replicas of an arm under the same seed and data: the measured noise floor."""
 
-    kind: Literal["rerun", "reorder"] = Field(
+    kind: Literal["rerun", "reorder", "jitter"] = Field(
         description="rerun: the same again (a null only where the device does not repeat itself). reorder: the rows "
-        "of each batch permuted."
+        "of each batch permuted. jitter: the FP8 rounding grid shifted (arm: test, backend: reference)."
     )
-    replicas: PositiveInt = Field(1, description="Null runs per seed.")
+    arm: Literal["control", "test"] = Field("control", description="Which arm is repeated.")
+    replicas: PositiveInt = Field(1, description="Replicas per seed.")
     seeds: tuple[NonNegativeInt, ...] | None = Field(None, description="Default: the study's seeds.")
+
+    @model_validator(mode="after")
+    def _jitter_needs_casts(self) -> NullArm:
+        if self.kind == "jitter" and self.arm == "control":
+            raise ValueError(
+                "kind: jitter shifts the grid of FP8 casts, and the control has none; write arm: test"
+            )
+        return self
 
 
 class CriteriaSpec(Frozen):

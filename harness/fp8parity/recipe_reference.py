@@ -1,4 +1,4 @@
-"""The key tables of docs/recipes.md, generated from the models: `python -m fp8parity.recipe_reference docs/recipes.md`."""
+"""The key tables of docs/recipes.md, from the models: `python -m fp8parity.recipe_reference docs/recipes.md`."""
 
 from __future__ import annotations
 

@@ -28,6 +28,7 @@ from fp8parity.callbacks import (
     HeldOutEvaluator,
     NonFiniteGuard,
     ProgressLines,
+    ProofBeforeTraining,
     StopOnSignal,
     checkpoints,
 )
@@ -133,6 +134,7 @@ class _Session:
     guard: NonFiniteGuard
     checkpointer: Checkpointer
     evaluator: HeldOutEvaluator
+    proof: ProofBeforeTraining
     resume_from: Path | None
 
 
@@ -174,6 +176,7 @@ def _session(order: RunOrder) -> _Session:
         NonFiniteGuard(recorder),
         Checkpointer(recorder, order.run_dir / schema.CHECKPOINT_DIR, order.checkpoint_every),
         HeldOutEvaluator(recorder, held_out),
+        ProofBeforeTraining(spec, plan),
         resume_from,
     )
 
@@ -181,6 +184,7 @@ def _session(order: RunOrder) -> _Session:
 def _trainer(session: _Session) -> L.Trainer:
     spec = session.order.spec
     callbacks: list[L.Callback] = [
+        session.proof,
         session.recorder,
         session.evaluator,
         session.guard,
@@ -240,6 +244,7 @@ def _manifest(session: _Session, started: datetime, seconds: float) -> dict[str,
         "init_digest": built.init_digest,
         "environment": session.environment,
         "conversion": built.record.to_json(),
+        "execution": session.proof.proof.to_json() if session.proof.proof else None,
         "effective": {
             "device": session.device,
             "compute": spec.train.compute,

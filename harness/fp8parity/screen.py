@@ -34,7 +34,11 @@ def seconds_text(seconds: float | None) -> str:
 def runs_table(states: Sequence[RunState], finished_before: int) -> Table:
     """Return the live table: the running runs, and how many wait and are done."""
     waiting = sum(s.state == "waiting" for s in states)
-    ended = [s for s in states if s.state in ("finished", "diverged", "failed", "refused", "interrupted")]
+    ended = [
+        s
+        for s in states
+        if s.state in ("finished", "diverged", "failed", "refused", "invalid", "interrupted")
+    ]
     table = Table(title=f"{finished_before + len(ended)} done, {waiting} waiting", title_justify="left")
     for heading in ("run", "state", "step", "loss", "ETA"):
         table.add_column(heading, justify="left" if heading in ("run", "state") else "right")

@@ -70,7 +70,7 @@ def test_plan_json_is_one_document(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = call(capsys, "plan", str(DEMO), "--json")
     document = json.loads(out)
     assert (code, err) == (0, "")
-    assert (document["runs"], document["pairs"]) == (12, 6)
+    assert (document["runs"], document["pairs"]) == (15, 9)
     assert {arm["arm"] for arm in document["arms"]} >= {"bf16", "bf16_null", "tensorwise", "rowwise"}
     assert document["detection"]["detectable_gap"] > 0
 

@@ -86,6 +86,40 @@ def test_null_arms_may_have_seeds_of_their_own(write_recipe: WriteRecipe) -> Non
     assert {r.spec.seed for r in plan.runs if r.role == "test"} == {0, 1}
 
 
+def test_replicas_of_the_test_arm(write_recipe: WriteRecipe) -> None:
+    changes: dict[str, Any] = {
+        "base": {"precision": {"backend": "reference"}},
+        "null": [{"kind": "jitter", "arm": "test", "replicas": 2}, {"kind": "reorder"}],
+        "axes": {"precision.recipe": ["tensorwise"]},
+    }
+    plan = matrix.read(write_recipe(changes))
+    assert Counter((r.role, r.spec.replica_kind) for r in plan.runs) == {
+        ("control", "none"): 2, ("null", "reorder"): 2, ("test", "none"): 2, ("test", "jitter"): 4,
+    }  # fmt: skip
+    assert plan.pairs == 2
+    assert {r.arm for r in plan.runs if r.role == "test"} == {"tensorwise"}
+    with pytest.raises(
+        UsageError, match="jitter shifts the rounding grid of emulated FP8 casts, but backend torchao"
+    ):
+        matrix.read(write_recipe({**changes, "base": {}}))
+
+
+def test_a_backend_of_its_own_needs_no_mention(write_recipe: WriteRecipe) -> None:
+    extra = [{"precision.recipe": "blockwise", "precision.backend": "reference"}]
+    arms = {r.arm for r in matrix.read(write_recipe({"include": extra})).runs if r.role == "test"}
+    assert arms == {"tensorwise", "rowwise", "blockwise"}
+    both = {"axes": {"precision.backend": ["torchao_float8", "reference"]}}
+    arms = {r.arm for r in matrix.read(write_recipe(both)).runs if r.role == "test"}
+    assert "rowwise-backend=reference" in arms
+
+
+def test_unknown_combination_of_recipe_and_backend(write_recipe: WriteRecipe) -> None:
+    with pytest.raises(
+        UsageError, match="torchao_float8 has no recipe blockwise .*write backend: torchao_blockwise"
+    ):
+        matrix.read(write_recipe({"axes": {"precision.recipe": ["blockwise"]}}))
+
+
 def test_controls_come_before_their_tests(write_recipe: WriteRecipe) -> None:
     runs = matrix.read(write_recipe()).runs
     for seed in (0, 1):

@@ -1,0 +1,93 @@
+"""Proof, before the first step, that the run executes what it declares: each FP8 GEMM counted and its casts compared.
+
+"The FP8 run that was not FP8" is the commonest real failure, so no run trains without this, the control included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fp8parity.layer_policy import LayerPlan
+from fp8parity.precision.comparison import compare, compare_compiled
+from fp8parity.precision.effective import accumulation_differences, effective_differences
+from fp8parity.precision.execution import count_fp8_gemms, observe
+from fp8parity.precision_rules import jitter_of
+from fp8parity.spec import RunSpec
+
+Autocast = Callable[[], AbstractContextManager[object]]
+
+
+@dataclass(frozen=True)
+class ExecutionProof:
+    """FP8 GEMMs of one micro-batch, and every difference from the declaration; none means proven.
+
+    `train` counts a forward and backward pass uncompiled, `eval` the arm's own evaluation, `as_trained` the pass as
+    it trains (compiled where the run is).
+    """
+
+    train: int
+    eval: int
+    as_trained: int
+    differences: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain JSON values."""
+        return {**asdict(self), "differences": list(self.differences), "proven": not self.differences}
+
+
+def prove(
+    model: nn.Module, spec: RunSpec, plan: LayerPlan, micro_batches: Sequence[Tensor], autocast: Autocast
+) -> ExecutionProof:
+    """Run passes on `micro_batches` (rows int64 [rows, context + 1] of one step) and compare with the declaration.
+
+    Parameters and RNG state are left as they are; gradients are cleared. Draws no random number.
+    """
+
+    def loss_of(rows: Tensor) -> Tensor:
+        with autocast():
+            logits = model(rows[:, :-1])
+        return F.cross_entropy(logits.float().flatten(0, 1), rows[:, 1:].flatten()) / len(micro_batches)
+
+    def train_step() -> None:
+        loss_of(micro_batches[0]).backward()
+
+    def evaluate() -> None:
+        model.eval()
+        with torch.no_grad():
+            loss_of(micro_batches[0])
+        model.train()
+
+    def accumulate() -> None:
+        for rows in micro_batches:
+            loss_of(rows).backward()
+
+    record = observe(model, train_step, evaluate)
+    # what is not compiled trains just as it was observed
+    as_trained = record.total("train") if spec.train.compile == "off" else count_fp8_gemms(train_step)
+    differences = [
+        *compare(record, plan, spec.precision.recipe, checkpointing=spec.train.activation_checkpointing),
+        *compare_compiled(record, as_trained),
+        *_arithmetic(model, spec, plan),
+    ]
+    if len(micro_batches) > 1:
+        losses = [lambda rows=rows: loss_of(rows) for rows in micro_batches]
+        differences += accumulation_differences(model, accumulate, losses)
+    model.zero_grad(set_to_none=True)
+    return ExecutionProof(record.total("train"), record.total("eval"), as_trained, tuple(differences))
+
+
+def _arithmetic(model: nn.Module, spec: RunSpec, plan: LayerPlan) -> list[str]:
+    """Return how the converted layers' arithmetic differs from the declared recipe, by value."""
+    differences: list[str] = []
+    for fqn in plan.fp8_fqns:
+        layer = model.get_submodule(fqn)
+        assert isinstance(layer, nn.Linear)
+        differences += effective_differences(fqn, layer, spec.precision, jitter=jitter_of(spec))
+    return differences
