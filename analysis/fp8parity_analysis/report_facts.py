@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from fp8parity_analysis import report_format as fmt
 from fp8parity_analysis.report_model import PrecisionDetail, Provenance, Table
 from fp8parity_analysis.schema import HELD_OUT
-from fp8parity_analysis.study_runs import StudyRuns, conversion_of, distinct, median_of
+from fp8parity_analysis.study_runs import StudyRuns, distinct, first_of, median_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -33,18 +33,19 @@ def speeds_of(runs: StudyRuns) -> dict[str, float | None]:
 
 def precision_table(runs: StudyRuns) -> Table | None:
     """Return what each recipe converted and in which formats it multiplied; None without a record of it."""
-    rows = [_precision_row(recipe, conversion_of(runs.tests_of(recipe))) for recipe in _recipes(runs)]
+    rows = [_precision_row(recipe, runs.tests_of(recipe)) for recipe in _recipes(runs)]
     rows = [row for row in rows if row]
     if not rows:
         return None
     return Table(
         caption="What ran in FP8",
-        head=("recipe", "FP8 share of FLOPs", "linears", *_GEMMS, "backend"),
+        head=("recipe", "FP8 share of FLOPs", "linears", "FP8 GEMMs run", *_GEMMS, "backend"),
         rows=tuple(rows),
-        numeric=(1, 2),
+        numeric=(1, 2, 3),
         notes=(
             "Share of the GEMMs' FLOPs. Formats are those of the two operands of each matrix product.",
             *_cast_sources(runs),
+            *_execution_notes(runs),
         ),
     )
 
@@ -53,7 +54,8 @@ def _recipes(runs: StudyRuns) -> list[str]:
     return [recipe for recipe, arm in runs.arms.items() if not arm.null_arm]
 
 
-def _precision_row(recipe: str, conversion: Mapping[str, Any]) -> tuple[str, ...]:
+def _precision_row(recipe: str, records: Sequence[RunRecord]) -> tuple[str, ...]:
+    conversion = first_of(records, "conversion")
     if not conversion:
         return ()
     share, converted = conversion.get("fp8_flop_share"), len(conversion.get("converted") or ())
@@ -63,21 +65,33 @@ def _precision_row(recipe: str, conversion: Mapping[str, Any]) -> tuple[str, ...
         recipe,
         fmt.percent(share, 1, signed=False),
         f"{converted} of {total}",
+        fmt.count(first_of(records, "execution").get("as_trained")),
         *(str(formats.get(gemm, fmt.NOTHING)) for gemm in _GEMMS),
         str(conversion.get("backend", fmt.NOTHING)),
     )
 
 
 def _cast_sources(runs: StudyRuns) -> Iterator[str]:
-    sources = [conversion_of(runs.tests_of(name)).get("weight_cast_source") for name in _recipes(runs)]
+    sources = [
+        first_of(runs.tests_of(name), "conversion").get("weight_cast_source") for name in _recipes(runs)
+    ]
     known = distinct(sources)
     if known:
         yield f"An FP8 weight is cast from the {' or the '.join(known)} copy of the weight."
 
 
+def _execution_notes(runs: StudyRuns) -> Iterator[str]:
+    proofs = {name: first_of(runs.tests_of(name), "execution") for name in _recipes(runs)}
+    if any(proofs.values()):
+        yield "FP8 GEMMs run: counted in one forward and backward pass, before the first step."
+    for name, proof in proofs.items():
+        for difference in proof.get("differences") or ():
+            yield f"{name} ran other than declared: {difference}"
+
+
 def precision_details(runs: StudyRuns) -> tuple[PrecisionDetail, ...]:
     """Return, by recipe, which linears ran in FP8 and why the others did not."""
-    found = ((recipe, conversion_of(runs.tests_of(recipe))) for recipe in _recipes(runs))
+    found = ((recipe, first_of(runs.tests_of(recipe), "conversion")) for recipe in _recipes(runs))
     return tuple(
         PrecisionDetail(recipe, _linears(recipe, conversion)) for recipe, conversion in found if conversion
     )

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from fp8parity_analysis import figures
+from fp8parity_analysis import figures, forest
 from fp8parity_analysis import report_format as fmt
 from fp8parity_analysis.arms import Arm, series_of
-from fp8parity_analysis.figures import FloatArray, ForestRow, GapPanel, Line, LossPanel
+from fp8parity_analysis.figures import FloatArray, GapPanel, Line, LossPanel
+from fp8parity_analysis.forest import ForestRow
 from fp8parity_analysis.report_tables import keys_of
 from fp8parity_analysis.schema import Gate
 from fp8parity_analysis.wording import TITLES
@@ -105,8 +106,8 @@ def _forests(judgement: Judgement) -> tuple[str | None, str | None]:
         for item in judgement.verdicts
     ]
     margin, label = 100 * judgement.criteria.margin, forest_label(judgement)
-    wide = figures.forest(rows, margin, "fw", label, narrow=False)
-    return wide, figures.forest(rows, margin, "fn", label, narrow=True)
+    wide = forest.forest(rows, margin, "fw", label, narrow=False)
+    return wide, forest.forest(rows, margin, "fn", label, narrow=True)
 
 
 def _forest_row(verdict: Verdict, points: Sequence[float | None], *, null_arm: bool) -> ForestRow:

@@ -47,10 +47,10 @@ class StudyRuns:
         yield from (record.manifest for record in self.records.values() if record.manifest)
 
 
-def conversion_of(records: Sequence[RunRecord]) -> Mapping[str, Any]:
-    """Return the first record of what the precision recipe converted, empty when none was written."""
+def first_of(records: Sequence[RunRecord], key: str) -> Mapping[str, Any]:
+    """Return the first document that a manifest has under `key`, such as `conversion`; empty without one."""
     for record in records:
-        found = (record.manifest or {}).get("conversion")
+        found = (record.manifest or {}).get(key)
         if isinstance(found, dict) and found:
             return found
     return {}

@@ -63,7 +63,8 @@ def write_study(root: Path, shape: Shape | None = None) -> list[RunRecord]:
         (run_dir / schema.SPEC_FILE).write_text(json.dumps(record.spec))
         writer.append_curve(record.curve.to_dict("records"))
         writer.append_evals(record.evals.to_dict("records"))
-        writer.finish(record.manifest or {})
+        manifest = record.manifest or {}
+        writer.finish({key: manifest[key] for key in schema.MANIFEST_KEYS})
     return read_runs(root)
 
 
@@ -193,7 +194,7 @@ def _manifest(
     shape: Shape, group: str, arm: str, role: str, seed: int, run_id: str, broken: int | None
 ) -> dict[str, Any]:
     diverged = broken is not None and seed == shape.seeds[-1]
-    return {
+    known = {
         "schema_version": schema.SCHEMA_VERSION,
         "run_id": run_id,
         "spec_hash": digest(run_id),
@@ -217,8 +218,9 @@ def _manifest(
         "resumes": 0,
         "throughput_tokens_per_s": 3000.0 + (400.0 if role == "test" else 0.0),
         "model": {"label": group, "parameters": 512_896, "vocab_rows": 272},
-        "notes": [],
+        "execution": {"train": 18, "eval": 6, "as_trained": 18 * (role == "test"), "differences": []},
     }
+    return {**dict.fromkeys(schema.MANIFEST_KEYS), **known}
 
 
 def judged(

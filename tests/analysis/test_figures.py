@@ -4,16 +4,39 @@ from __future__ import annotations
 
 import re
 import xml.etree.ElementTree as ET
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+import fp8parity_analysis
 from fp8parity_analysis import figures
-from fp8parity_analysis.figures import MARKERS, ForestRow, GapPanel, Line, LossPanel, thin
+from fp8parity_analysis.figures import GapPanel, Line, LossPanel, thin
+from fp8parity_analysis.forest import MARKERS, ForestRow
+from fp8parity_analysis.forest import forest as draw_forest
 from fp8parity_analysis.schema import Gate
 from fp8parity_analysis.svg import PALETTE
 
 STEPS = np.arange(1.0, 41.0)
+
+
+STYLE = (Path(fp8parity_analysis.__file__).parent / "templates" / "report.css").read_text(encoding="utf-8")
+THEMES = [
+    dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6});", block))
+    for block in re.findall(r":root \{(.*?)\}", STYLE, re.S)
+]
+
+
+def contrast(a: str, b: str) -> float:
+    """The contrast ratio of WCAG 2."""
+    bright, dark = sorted((luminance(a), luminance(b)), reverse=True)
+    return (bright + 0.05) / (dark + 0.05)
+
+
+def luminance(colour: str) -> float:
+    channels = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
 def line(values: np.ndarray | float) -> Line:
@@ -26,7 +49,7 @@ def row(**changes: object) -> ForestRow:
 
 
 def forest(*rows: ForestRow, narrow: bool = False) -> str:
-    return figures.forest(rows, 0.25, "f", "a label", narrow=narrow)
+    return draw_forest(rows, 0.25, "f", "a label", narrow=narrow)
 
 
 def texts(svg: str) -> list[str]:
@@ -152,6 +175,24 @@ def test_a_curve_that_goes_non_finite_ends_in_a_cross() -> None:
     lost = figures.loss_panel(LossPanel([line(2.0)], [line(broken)]), "l", "x")
     assert marker_paths(whole, "test") == []
     assert len(marker_paths(lost, "test")) == 1
+
+
+@pytest.mark.parametrize("theme", THEMES)
+def test_text_has_enough_contrast_in_every_theme(theme: dict[str, str]) -> None:
+    roles = ("ink", "muted", "accent", "pass", "fail", "inconclusive", "invalid")
+    for role in roles:
+        assert contrast(theme[role], theme["paper"]) >= 4.5, role
+    for role in roles[3:]:
+        assert contrast(theme[role], theme[f"tint-{role}"]) >= 4.5, role
+    assert contrast(theme["ink"], theme["tint-inconclusive"]) >= 7
+    for role in ("control", "test", "null"):  # WCAG asks 3:1 of lines
+        assert contrast(theme[role], theme["band"]) >= 3, role
+
+
+def test_there_are_three_themes_and_pictures_outside_a_page_are_light() -> None:
+    assert len(THEMES) == 3
+    for role, (_, fallback) in PALETTE.items():
+        assert THEMES[0][role] == fallback
 
 
 def test_nothing_but_non_finite_values_still_draws() -> None:
