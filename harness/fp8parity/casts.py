@@ -215,6 +215,10 @@ def operands_of(gemm: Gemm, input: Tensor, weight: Tensor, grad_output: Tensor) 
     return grad_output.t(), input.t()
 
 
+def _padded(x: Tensor, missing: tuple[int, ...]) -> Tensor:
+    return F.pad(x, missing) if any(missing) else x
+
+
 def _group_amax(x: Tensor, plan: CastPlan) -> Tensor:
     """Return the amax of every scaling group, in the shape documented at `scale_of`."""
     size, block = x.abs(), plan.block
@@ -224,12 +228,12 @@ def _group_amax(x: Tensor, plan: CastPlan) -> Tensor:
         return size.amax(-1, keepdim=True) if x.shape[-1] else size.new_zeros((*x.shape[:-1], 1))
     # zeros fill the last, incomplete block: they never raise an amax
     columns = -(-x.shape[-1] // block)
-    padded = F.pad(size, (0, columns * block - x.shape[-1]))
+    padded = _padded(size, (0, columns * block - x.shape[-1]))
     tiles = padded.reshape(*x.shape[:-1], columns, block).amax(-1)
     if plan.granularity == "block_1xB":
         return tiles
     rows = -(-x.shape[-2] // block)
-    padded = F.pad(tiles, (0, 0, 0, rows * block - x.shape[-2]))
+    padded = _padded(tiles, (0, 0, 0, rows * block - x.shape[-2]))
     return padded.reshape(*x.shape[:-2], rows, block, columns).amax(-2)
 
 
@@ -265,6 +269,8 @@ def expand_scale(scale: Tensor, shape: torch.Size, plan: CastPlan) -> Tensor:
 
 def quantise(x: Tensor, plan: CastPlan) -> tuple[Tensor, Tensor]:
     """Return the FP8 codes, in the shape of `x`, and the scales (`scale_of`) of `x` [..., R, C]."""
+    if plan.granularity.startswith("block"):
+        x = x.contiguous()  # a transposed operand meets a scale per block twice as fast
     scale = scale_of(x, plan)
     scaled = x.to(torch.float32) * expand_scale(scale, x.shape, plan)
     # the explicit clamp: torch's own cast of e5m2 does not saturate

@@ -351,16 +351,23 @@ def test_it_traces_into_one_graph(recipe: str) -> None:
 # --- special values and odd sizes --------------------------------------------------------------------------
 
 
-def ran(recipe: str, x: Tensor, go: Tensor, linear: nn.Linear | None = None) -> dict[Gemm, Tensor]:
+ARMS = [(r, "reference") for r in RECIPES] + [(r, "torchao_float8") for r in TORCHAO_RECIPES]
+
+
+def ran(
+    recipe: str, backend: str, x: Tensor, go: Tensor, linear: nn.Linear | None = None
+) -> dict[Gemm, Tensor]:
     linear = linear or layer(x.shape[-1], go.shape[-1], dtype=torch.bfloat16)
-    return three_gemms(convert(linear, spec(recipe)), x.bfloat16(), go.bfloat16(), autocast=False)
+    module = convert if backend == "reference" else torchao_float8.convert
+    converted = module(linear, spec(recipe, backend=backend))
+    return three_gemms(converted, x.bfloat16(), go.bfloat16(), autocast=False)
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_zeros_and_values_below_the_amax_floor_give_zeros(recipe: str) -> None:
+@pytest.mark.parametrize(("recipe", "backend"), ARMS)
+def test_zeros_and_values_below_the_amax_floor_give_zeros(recipe: str, backend: str) -> None:
     go = drawn(8, 24, seed=16)
     for x in (torch.zeros(8, 32), torch.full((8, 32), 1e-30)):
-        results = ran(recipe, x, go)
+        results = ran(recipe, backend, x, go)
         assert (results["output"] == 0).all()
         if RECIPES[recipe].grad_weight.is_fp8:
             assert (results["grad_weight"] == 0).all()
@@ -368,22 +375,24 @@ def test_zeros_and_values_below_the_amax_floor_give_zeros(recipe: str) -> None:
         assert results["grad_input"].isfinite().all()
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_a_zero_row_gives_a_zero_row_and_leaves_the_others_alone(recipe: str) -> None:
+@pytest.mark.parametrize(("recipe", "backend"), ARMS)
+def test_a_zero_row_gives_a_zero_row_and_leaves_the_others_alone(recipe: str, backend: str) -> None:
     x, go = drawn(8, 32, seed=17), drawn(8, 24, seed=18)
     x[3] = 0
-    results = ran(recipe, x, go)
+    results = ran(recipe, backend, x, go)
     assert (results["output"][3] == 0).all()
     assert all(r.isfinite().all() for r in results.values())
     assert (results["output"].abs().sum(1) > 0).sum() == 7
 
 
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_one_inf_or_nan_in_the_input_is_never_turned_into_a_finite_number(recipe: str, bad: float) -> None:
+@pytest.mark.parametrize(("recipe", "backend"), ARMS)
+def test_one_inf_or_nan_in_the_input_is_never_turned_into_a_finite_number(
+    recipe: str, backend: str, bad: float
+) -> None:
     x, go = drawn(8, 32, seed=19), drawn(8, 24, seed=20)
     x[3, 5] = bad
-    results = ran(recipe, x, go)
+    results = ran(recipe, backend, x, go)
     finite = {gemm: r.isfinite() for gemm, r in results.items()}
     assert finite["grad_input"].all()  # does not read the input
     everywhere = recipe == "tensorwise"
@@ -396,11 +405,11 @@ def test_one_inf_or_nan_in_the_input_is_never_turned_into_a_finite_number(recipe
     assert torch.equal(finite["grad_weight"], columns[None].expand(24, 32) & (not everywhere))
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_one_nan_in_grad_output_reaches_both_gradients(recipe: str) -> None:
+@pytest.mark.parametrize(("recipe", "backend"), ARMS)
+def test_one_nan_in_grad_output_reaches_both_gradients(recipe: str, backend: str) -> None:
     x, go = drawn(8, 32, seed=21), drawn(8, 24, seed=22)
     go[2, 4] = math.nan
-    results = ran(recipe, x, go)
+    results = ran(recipe, backend, x, go)
     assert results["output"].isfinite().all()
     assert results["grad_input"][2].isnan().all()
     assert results["grad_weight"][4].isnan().all()
@@ -409,9 +418,17 @@ def test_one_nan_in_grad_output_reaches_both_gradients(recipe: str) -> None:
 
 
 @pytest.mark.parametrize("shape", [(0, 32), (2, 0, 32)])
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_no_tokens_give_no_output_and_zero_gradients(recipe: str, shape: tuple[int, ...]) -> None:
-    results = ran(recipe, torch.empty(shape), torch.empty(*shape[:-1], 24))
+@pytest.mark.parametrize(("recipe", "backend"), ARMS)
+def test_no_tokens_give_no_output_and_zero_gradients(
+    recipe: str, backend: str, shape: tuple[int, ...]
+) -> None:
+    x, go = torch.empty(shape), torch.empty(*shape[:-1], 24)
+    if backend == "torchao_float8" and RECIPES[recipe].grad_weight.is_fp8:
+        # torchao takes the amax over no elements: of the tensor, or of the tokens; loud, so left as it is
+        with pytest.raises((RuntimeError, IndexError), match=r"max\(\)|amax\(\)"):
+            ran(recipe, backend, x, go)
+        return
+    results = ran(recipe, backend, x, go)
     assert results["output"].shape == (*shape[:-1], 24)
     assert results["grad_input"].shape == shape
     assert (results["grad_weight"] == 0).all()
@@ -419,21 +436,21 @@ def test_no_tokens_give_no_output_and_zero_gradients(recipe: str, shape: tuple[i
 
 
 @pytest.mark.parametrize("sizes", [(1, 16, 16), (3, 17, 19), (129, 131, 127), (1, 1, 1)])
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_one_token_and_odd_sizes(recipe: str, sizes: tuple[int, int, int]) -> None:
+@pytest.mark.parametrize(("recipe", "backend"), ARMS)
+def test_one_token_and_odd_sizes(recipe: str, backend: str, sizes: tuple[int, int, int]) -> None:
     m, k, n = sizes
     linear = layer(k, n, dtype=torch.bfloat16)
     x, go = drawn(m, k, seed=23, dtype=torch.bfloat16), drawn(m, n, seed=24, dtype=torch.bfloat16)
-    results = ran(recipe, x, go, linear)
+    results = ran(recipe, backend, x, go, linear)
     exact = exact_gemms(recipe, x, linear.weight.detach(), go)
     for gemm, reduced in (("output", k), ("grad_input", n), ("grad_weight", m)):
         assert_within_rounding(results[gemm], *exact[gemm], reduced)
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_leading_axes_are_tokens(recipe: str) -> None:
+@pytest.mark.parametrize(("recipe", "backend"), ARMS)
+def test_leading_axes_are_tokens(recipe: str, backend: str) -> None:
     x, go = drawn(6, 32, seed=25), drawn(6, 24, seed=26)
-    flat, shaped = ran(recipe, x, go), ran(recipe, x.view(2, 3, 32), go.view(2, 3, 24))
+    flat, shaped = ran(recipe, backend, x, go), ran(recipe, backend, x.view(2, 3, 32), go.view(2, 3, 24))
     assert torch.equal(flat["output"], shaped["output"].view(6, 24))
     assert torch.equal(flat["grad_input"], shaped["grad_input"].view(6, 32))
     assert torch.equal(flat["grad_weight"], shaped["grad_weight"])
