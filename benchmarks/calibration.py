@@ -188,6 +188,19 @@ def c7_undeclared_nulls(replicates: int, draws: int) -> Iterator[Line]:
         yield Line(f"C7 judge pools undeclared nulls of ratio {ratio:g}", wrong, 0, 0, draws)
 
 
+def c7_declared_nulls(draws: int) -> Iterator[Line]:
+    """Measure `judge` itself with matched nulls of the same seeds: control replicas averaged, pooled, with veto."""
+    for n, replicas in ((3, 2), (4, 4)):
+        name = f"C7 declared nulls, {replicas} control runs a seed, n={n}"
+        drawn = simulate.studies(generator(name), draws, n, replicas=replicas)
+        criteria = Criteria(null_matched=True)
+        judged_by = [judge(simulate.curve_set(drawn, study), criteria) for study in range(draws)]
+        worse = np.array([item.evidence[0].p_values["worse"] < ALPHA for item in judged_by])
+        yield counted(f"{name}: false alarms", worse, ALPHA, only_above=True)
+        apart = np.array([(item.verdicts[0].trajectory_p or 1.0) <= ALPHA for item in judged_by])
+        yield counted(f"{name}: trajectory alarms", apart, ALPHA, only_above=True)
+
+
 def c8_layers(replicates: int) -> Iterator[Line]:
     """Measure 288 tensors with a common seed factor; 5 seeds, 8 matched null pairs; BH at q = 0.1."""
     quarter = max(1, replicates // 4)
@@ -331,6 +344,7 @@ def lines(replicates: int, draws: int) -> Iterator[Line]:
     for measure in (c1_size, c2_interaction, c3_equivalence, c4_coverage, c5_trajectory, c6_sequential):
         yield from measure(replicates)
     yield from c7_undeclared_nulls(replicates, draws)
+    yield from c7_declared_nulls(draws)
     for measure in (c8_layers, c9_heavy_tails, c10_symmetry, power_endpoint, power_trajectory, power_late):
         yield from measure(replicates)
     yield from public_agrees(draws)
@@ -345,17 +359,24 @@ def main() -> int:
     parser.add_argument("--draws", type=int, default=300, help="studies per line given to the public judge")
     parser.add_argument("--json", type=Path, help="write the lines to this file")
     options = parser.parse_args()
-    started = time.perf_counter()
+    started, processor = time.perf_counter(), time.process_time()
     measured = []
     for line in lines(options.replicates, options.draws):
         measured.append(line)
         mark = "ok  " if line.ok else "FAIL"
         print(f"{mark} {line.name}: {line.value:g} in [{line.low:.4g}, {line.high:.4g}]", flush=True)
-    seconds = time.perf_counter() - started
+    seconds, processor = time.perf_counter() - started, time.process_time() - processor
     failed = [line.name for line in measured if not line.ok]
-    print(f"{len(measured) - len(failed)}/{len(measured)} lines within their limits, {seconds:.0f} s")
+    kept = len(measured) - len(failed)
+    print(
+        f"{kept}/{len(measured)} lines within their limits, {seconds:.0f} s ({processor:.0f} s of processor)"
+    )
     if options.json:
-        document = {"seconds": seconds, "lines": [{**asdict(line), "ok": line.ok} for line in measured]}
+        document = {
+            "seconds": seconds,
+            "processor_seconds": processor,
+            "lines": [{**asdict(line), "ok": line.ok} for line in measured],
+        }
         options.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     return 1 if failed else 0
 

@@ -132,11 +132,11 @@ def _pooled(pairs: Pairs, rows: list[int], floor: NoiseFloor, look: Look) -> tup
         return None, [
             "the null pairs are bit-identical, so they cannot be the noise of the gap: nothing was pooled"
         ]
-    if n > 1 and not floor.matched:
+    if n > 1 and floor.too_quiet:
         ratio, low, high = floor.ratio
         return None, [
             (
-                f"the null pairs are not noise-matched (variance ratio {ratio:.2g}, interval {low:.2g} to "
+                f"the null pairs are too quiet to be noise-matched (variance ratio {ratio:.2g}, interval {low:.2g} to "
                 f"{high:.2g}): not pooled, the plain paired t decides"
             )
         ]

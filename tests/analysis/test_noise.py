@@ -50,13 +50,13 @@ def test_the_floor_recovers_the_noise_it_was_made_of():
         low, high = scipy.stats.chi2.ppf([0.0005, 0.9995], spread.df) / spread.df
         assert low < spread.variance / truth**2 < high
     assert floor.interaction_sd == pytest.approx(0.002, rel=0.1)
-    assert not floor.matched
+    assert floor.too_quiet
 
 
 def test_matched_nulls_match_and_silent_ones_do_not():
     rng = np.random.default_rng(1)
     items = [replicas(seed, *(0.001 * rng.standard_normal(2))) for seed in range(20)]
     gaps = 0.001 * 2**0.5 * rng.standard_normal(8)
-    assert noise.noise_floor(gaps, items, [], 2.0, 0.05).matched
+    assert not noise.noise_floor(gaps, items, [], 2.0, 0.05).too_quiet
     silent = [replicas(seed, 1.0, 1.0) for seed in range(20)]
-    assert not noise.noise_floor(gaps, silent, [], 2.0, 0.05).matched
+    assert noise.noise_floor(gaps, silent, [], 2.0, 0.05).too_quiet

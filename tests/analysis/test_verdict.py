@@ -1,5 +1,6 @@
 import json
 import math
+from dataclasses import replace
 
 import numpy as np
 import pandas as pd
@@ -115,8 +116,6 @@ class TestShape:
 
 def judgement(*gates, nulls=()):
     template = of(study()).verdicts[0]
-    from dataclasses import replace
-
     verdicts = tuple(replace(template, recipe=str(at), gate=gate) for at, gate in enumerate(gates))
     return Judgement(Criteria(), verdicts, null_recipes=frozenset(nulls))
 
@@ -165,6 +164,15 @@ class TestReplicas:
         half = 1.795884819 * np.sqrt(variance / 3)  # t quantile at 11 df
         assert told.interval[1] - told.gap == pytest.approx(half, rel=1e-8)
 
+    def test_test_replicas_are_averaged_too(self):
+        table = study(n=4)
+        again = table[table.arm == "fp8"].assign(replica=1, loss=lambda rows: rows.loss * 1.002)
+        plain, doubled = of(table).verdicts[0], of(pd.concat([table, again])).verdicts[0]
+        assert doubled.gap == pytest.approx(plain.gap + np.log(1.002) / 2, abs=1e-12)
+        assert doubled.n_seeds == 4
+        assert doubled.noise_floor["test_run"]["df"] == 4
+        assert doubled.noise_floor["test_run"]["sd"] == pytest.approx(np.log(1.002) / 2**0.5, rel=1e-9)
+
     def test_null_runs_join_the_control_only_when_declared(self):
         table = study(n=4, replicas=2)
         table.loc[(table.arm == "bf16") & (table.replica == 1), "arm"] = "bf16_null"
@@ -181,7 +189,7 @@ class TestReplicas:
         table.loc[quiet, "loss"] = first * (1 + 1e-6 * jitter)
         told = of(table, null_matched=True).verdicts[0]
         assert told.basis == "paired t over 5 seeds, 4 df"
-        assert any("not noise-matched" in text for text in told.warnings)
+        assert any("too quiet" in text for text in told.warnings)
 
 
 class TestNullArm:
@@ -267,6 +275,21 @@ class TestManyRecipes:
         assert trend.b == "rowwise-n0, rowwise-n2, rowwise-n4"
         assert trend.gap == pytest.approx(-0.001, abs=1e-5)
         assert trend.interval[0] < -0.001 < trend.interval[1]
+
+    def test_a_trend_over_the_size_of_the_model(self):
+        """The gap falls by 0.1 % per factor e in size; the groups have seeds in common but no data."""
+        runs = []
+        for group, size in (("0.3m", 3e5), ("1m", 1e6), ("10m", 1e7)):
+            drawn = simulate.studies(
+                np.random.default_rng(int(size)), 1, 5, "const", -0.001 * np.log(size / 1e7)
+            )
+            runs += [replace(run, group=group) for run in simulate.curve_set(drawn, 0).runs]
+        told = judge(CurveSet(tuple(runs)), Criteria())
+        trend = next(item for item in told.contrasts if item.a == "trend over ln(size)")
+        assert trend.b == "0.3m/fp8, 1m/fp8, 10m/fp8"
+        assert trend.interval[0] < -0.001 < trend.interval[1]
+        assert trend.n_seeds == 5
+        assert [item.recipe for item in told.verdicts] == ["0.3m/fp8", "1m/fp8", "10m/fp8"]
 
     def test_a_declared_axis(self):
         table = study(n=5, arms=("x", "y", "z"))
