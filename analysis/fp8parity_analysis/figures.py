@@ -82,7 +82,7 @@ def loss_panel(panel: LossPanel, key: str, label: str) -> str:
     figure, axes = _panel_axes()
     for lines, role in ((panel.control_train, "control"), (panel.test_train, "test")):
         for line in lines:
-            axes.plot(line.steps, line.values, color=colour(role), linewidth=0.7, alpha=0.22)
+            axes.plot(line.steps, line.values, color=colour(role), linewidth=0.7, alpha=0.18)
     for line in panel.control:
         axes.plot(line.steps, line.values, color=colour("control"), linewidth=1.6)
     for line in panel.test:

@@ -38,7 +38,7 @@ class ForestRow:
 MARKERS = {"pass": "o", "fail": "s", "inconclusive": "D", "invalid": "X"}
 """Outcome by shape as well as by colour."""
 _CROWDED = 16
-_REACH = 12.0
+_REACH = 20.0
 """The axis ends at this many margins; an interval that reaches further ends in an arrow."""
 
 

@@ -98,18 +98,20 @@ def precision_details(runs: StudyRuns) -> tuple[PrecisionDetail, ...]:
 
 
 def _linears(recipe: str, conversion: Mapping[str, Any]) -> Table:
-    groups: dict[tuple[str, str, str], list[int]] = {}
+    blocks: dict[tuple[str, str, str], list[int]] = {}
     for name, state, why in _decisions(conversion):
         block = _BLOCK.search(name)
-        key = (_BLOCK.sub(".*.", name, count=1), state, why)
-        groups.setdefault(key, []).extend([int(block[1])] if block else [])
+        stem = name[block.end() :] if block else name
+        blocks.setdefault((state, why, stem), []).extend([int(block[1])] if block else [])
+    # linears that share state, reason and blocks share a line
+    lines: dict[tuple[str, str, str], list[str]] = {}
+    for (state, why, stem), numbers in blocks.items():
+        where = fmt.ranges(numbers) if numbers else fmt.NOTHING
+        lines.setdefault((state, why, where), []).append(stem)
     return Table(
         caption=f"Linears of {recipe}",
-        head=("linear", "blocks", "ran in", "why"),
-        rows=tuple(
-            (name, fmt.ranges(blocks) if blocks else fmt.NOTHING, state, why)
-            for (name, state, why), blocks in groups.items()
-        ),
+        head=("ran in", "why", "blocks", "linears"),
+        rows=tuple((*line, ", ".join(stems)) for line, stems in lines.items()),
         notes=tuple(str(note) for note in conversion.get("notes") or ()),
     )
 
@@ -139,10 +141,14 @@ def _facts(runs: StudyRuns, study: Mapping[str, Any], judgement: Judgement) -> I
     yield "criteria digest", judgement.criteria.digest()
     manifests = list(runs.manifests())
     yield from _told("data sha256", [item.get("data_sha256") for item in manifests])
+    said: set[str] = set()
     for key in ("environment", "effective"):
         documents = [item.get(key) or {} for item in manifests]
-        for name in dict.fromkeys(name for document in documents for name in document):
-            yield from _told(str(name).replace("_", " "), [document.get(name) for document in documents])
+        names = dict.fromkeys(name for document in documents for name in document)
+        for name in names:
+            words = str(name).replace("_", " ") + (", as used" if name in said else "")
+            yield from _told(words, [document.get(name) for document in documents])
+        said |= set(names)
 
 
 def _told(name: str, values: Sequence[Any]) -> Iterator[tuple[str, str]]:

@@ -37,8 +37,8 @@ def grid_of(judgement: Judgement) -> Grid | None:
     kept = sorted({n for _, _, n in places}, key=_numeric)
     recipes = list(dict.fromkeys(recipe for _, recipe, _ in places))
     lanes = len(models) * len(kept) * len(recipes)
-    if (len(models) < 2 and len(kept) < 2) or 2 * len(verdicts) < lanes:
-        return None  # one axis only, or names that fill less than half of a grid
+    if (len(models) < 2 and len(kept) < 2) or 2 * len(verdicts) <= lanes:
+        return None  # one axis only, or names that fill no more than half of a grid
     keys = keys_of(judgement)
     digits = fmt.digits_for(judgement.criteria.margin)
 

@@ -200,8 +200,9 @@ def test_the_answer_stands_first_in_plain_words(page: Page) -> None:
 def test_tables_hold_what_the_runs_recorded(page: Page) -> None:
     words = page.words
     assert "tensorwise 30.9 % 6 of 19 18 e4m3 x e4m3 e5m2 x e4m3 e5m2 x e4m3 torchao_float8" in words
-    assert "blocks.*.attn.q_proj 0 BF16 among the first 4 (gemm)" in words
-    assert "blocks.*.attn.q_proj 1 FP8 converted" in words
+    linears = "attn.q_proj, attn.k_proj, attn.v_proj, attn.o_proj, ffn.gate_proj, ffn.down_proj"
+    assert f"FP8 converted 1 {linears} BF16 output head – head" in words
+    assert f"BF16 among the first 4 (gemm) 0 {linears}" in words
     assert "153,600 tokens, 300 steps, 512 tokens a step" in words
     assert "0.513 M parameters (d128l3)" in words
     assert "computed FP8 on a CPU" in words
