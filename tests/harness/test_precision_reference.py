@@ -268,6 +268,27 @@ def test_under_autocast_the_compute_dtype_is_used_and_gradients_keep_the_paramet
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_autocast_around_the_backward_pass_alone_changes_nothing(recipe: str) -> None:
+    linear = convert(layer(32, 48), spec(recipe))
+    x = drawn(8, 32, seed=30).requires_grad_()
+    y = linear(x)  # float32 throughout
+    go = drawn(8, 48, seed=31)
+    outside = torch.autograd.grad(y, [x, linear.weight], go, retain_graph=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        inside = torch.autograd.grad(y, [x, linear.weight], go)
+    assert all(torch.equal(a, b) for a, b in zip(outside, inside, strict=True))
+
+
+def test_the_operator_itself_ignores_autocast() -> None:
+    plan = RECIPES["tensorwise"].output
+    x, w = drawn(8, 32, seed=32), drawn(16, 32, seed=33)
+    outside = reference.multiply(plan, x, w, torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        inside = reference.multiply(plan, x, w, torch.float32)
+    assert torch.equal(outside, inside)
+
+
 @pytest.mark.parametrize("source", ["compute", "master"])
 def test_the_weight_cast_reads_what_it_says(source: str) -> None:
     linear = layer(64, 48, seed=1)
