@@ -18,6 +18,7 @@ from fp8parity_analysis.verdict import Bounds, Evidence, Verdict
 if TYPE_CHECKING:
     from fp8parity_analysis.arms import Arm
     from fp8parity_analysis.criteria import Criteria
+    from fp8parity_analysis.paired import Estimate
 
 
 @dataclass(frozen=True)
@@ -127,8 +128,8 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _bounds(lo: float, hi: float) -> Bounds:
-    return _finite(lo), _finite(hi)
+def _interval(measured: Estimate) -> Bounds:
+    return _known(measured.lo), _known(measured.hi)
 
 
 def _judge_gap(pairs: Pairs, blank: Verdict, criteria: Criteria) -> Judged:
@@ -140,15 +141,11 @@ def _judge_gap(pairs: Pairs, blank: Verdict, criteria: Criteria) -> Judged:
     basis, warnings = estimate.basis_of(pairs, rows, floor, criteria, look)
     measured = basis.estimate(endpoints[None])
     growth = divergence.growth_of(gap[None], progress, measured.gap)
-    soft = divergence.soft_divergence(measured.lo, growth, criteria.margin)
-    outcome = core.decide(core.claims_of(measured, criteria.margin), soft, growth.grows)[0]
-    if look.waiting_for is not None:
-        outcome = Outcome.INCONCLUSIVE
     test = secondary.trajectory_of(pairs, rows, criteria, pooled=basis.kind == "pooled")
-    bounds = _bounds(float(measured.lo[0]), float(measured.hi[0]))
+    seeds = [pairs.seeds[row] for row in rows]
     finding = reasons.Finding(
         pairs=pairs,
-        outcome=outcome,
+        outcome=_outcome(measured, growth, criteria, look),
         criteria=criteria,
         look=look,
         basis=basis,
@@ -157,34 +154,46 @@ def _judge_gap(pairs: Pairs, blank: Verdict, criteria: Criteria) -> Judged:
         floor=floor,
         trajectory=test,
         advice=estimate.seed_advice(basis, measured, len(rows), criteria.margin),
-        left_out=secondary.leave_one_out(
-            gap, endpoints, [pairs.seeds[row] for row in rows], progress, basis, criteria.margin
-        ),
+        left_out=secondary.leave_one_out(gap, endpoints, seeds, progress, basis, criteria.margin),
         p_values=secondary.secondary_p_values(
             trajectory=test.p, slope=_known(growth.p_up), spikes=secondary.spike_p(pairs, rows)
         ),
-        token_cost=secondary.token_cost(pairs, rows, float(measured.gap[0]), bounds, criteria),
+        token_cost=secondary.token_cost(pairs, rows, float(measured.gap[0]), _interval(measured), criteria),
         sign_flip=paired.sign_flip_p(endpoints),
     )
-    told = _with(
+    told = _told(finding, blank, (*warnings, *_label_warnings(criteria, len(rows))))
+    return Judged(told, _evidence(finding, gap, endpoints, progress), pairs)
+
+
+def _outcome(
+    measured: Estimate, growth: divergence.Growth, criteria: Criteria, look: estimate.Look
+) -> Outcome:
+    if look.waiting_for is not None:
+        return Outcome.INCONCLUSIVE
+    soft = divergence.soft_divergence(measured.lo, growth, criteria.margin)
+    decided: Outcome = core.decide(core.claims_of(measured, criteria.margin), soft, growth.grows)[0]
+    return decided
+
+
+def _told(finding: reasons.Finding, blank: Verdict, warnings: tuple[str, ...]) -> Verdict:
+    return _with(
         blank,
-        pairs.arm,
-        outcome,
-        gap=_finite(float(measured.gap[0])),
-        interval=bounds,
-        provisional=basis.provisional,
-        basis=basis.text,
-        alpha=basis.alpha,
-        n_seeds=len(rows),
+        finding.pairs.arm,
+        finding.outcome,
+        gap=_known(finding.estimate.gap),
+        interval=_interval(finding.estimate),
+        provisional=finding.basis.provisional,
+        basis=finding.basis.text,
+        alpha=finding.basis.alpha,
+        n_seeds=finding.look.n_seeds,
         token_cost=finding.token_cost,
-        trajectory_p=test.p,
+        trajectory_p=finding.trajectory.p,
         onset_step=_onset_step(finding),
         need_seeds=_need_seeds(finding),
-        noise_floor=floor.to_json(),
+        noise_floor=finding.floor.to_json(),
         reasons=reasons.of_finding(finding),
-        warnings=(*blank.warnings, *warnings, *_label_warnings(criteria)),
+        warnings=(*blank.warnings, *warnings),
     )
-    return Judged(told, _evidence(finding, gap, endpoints, progress), pairs)
 
 
 def _progress(pairs: Pairs) -> FloatArray:
@@ -196,8 +205,10 @@ def _known(values: FloatArray) -> float | None:
     return _finite(float(values[0]))
 
 
-def _label_warnings(criteria: Criteria) -> list[str]:
+def _label_warnings(criteria: Criteria, n_seeds: int) -> list[str]:
     warnings = []
+    if criteria.noise_sd is not None and n_seeds > 1:
+        warnings.append("the stated noise was not used: two seeds or more measure their own")
     if criteria.endpoint == TRAIN:
         warnings.append("the endpoint is the training loss: it mixes batch content into the gap")
     if criteria.endpoint == "final":

@@ -99,6 +99,7 @@ def of_finding(finding: Finding) -> tuple[str, ...]:
         *_look(finding),
         *_growth(finding),
         *_trajectory(finding),
+        *_spikes(finding),
         *_leave_one_out(finding),
         *_sensitivity(finding),
         *_price(finding),
@@ -183,6 +184,16 @@ def _trajectory(finding: Finding) -> Iterator[str]:
         if finding.outcome in (Outcome.EQUIVALENT, Outcome.NON_INFERIOR, Outcome.BETTER):
             text += "; the endpoint does not show it, so the difference was transient or small"
     yield text
+
+
+def _spikes(finding: Finding) -> Iterator[str]:
+    counts = finding.pairs.spike_counts
+    if counts is None or not counts.any():
+        return
+    test, control = counts.mean(axis=0)
+    text = f"spikes in the training loss: {test:.3g} per run in this arm, {control:.3g} in the control"
+    p = finding.p_values.get("spikes")
+    yield text if p is None else f"{text} (sign flip, p {p:.2g} after Holm over the secondary tests)"
 
 
 def _leave_one_out(finding: Finding) -> Iterator[str]:
