@@ -132,8 +132,12 @@ def _mark_lost(axes: Axes, lines: Sequence[Line], role: str) -> None:
 
 def percent_ticks(axis: Axis, low: float, high: float, n: int) -> None:
     """Set round ticks inside the frame, all with the decimals that the finest of them needs."""
-    found = MaxNLocator(nbins=n, steps=[1, 2.5, 5, 10]).tick_values(low, high)
-    ticks = [round(float(value), 9) for value in found if low <= value <= high]
+    ticks: list[float] = []
+    for steps in ([1, 2.5, 5, 10], [1, 2, 2.5, 5, 10]):  # quarters first: margins are often 0.25 %
+        found = MaxNLocator(nbins=n, steps=steps).tick_values(low, high)
+        ticks = [round(float(value), 9) for value in found if low <= value <= high]
+        if len(ticks) > n // 3:
+            break
     digits = max((len(f"{tick:.6f}".rstrip("0").partition(".")[2]) for tick in ticks), default=0)
     axis.set_major_locator(FixedLocator(ticks))
     axis.set_major_formatter(FixedFormatter([number(tick, digits) if tick else "0" for tick in ticks]))

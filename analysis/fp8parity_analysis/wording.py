@@ -143,6 +143,8 @@ def headline(judgement: Judgement) -> str:
         return f"The {noun} {_GATE_CLAUSES[judged[0].gate][0]}."
     if len(parts) == 1:
         gate = judged[0].gate
+        if gate is Gate.INCONCLUSIVE:
+            return f"None of the {len(judged)} {noun}s is settled."
         everything = f"Both {noun}s" if len(judged) == 2 else f"All {len(judged)} {noun}s"
         return f"{everything} {_GATE_CLAUSES[gate][1]}."
     return f"Of {fmt.plural(len(judged), noun)}, {_listed(parts)}."

@@ -361,7 +361,7 @@ def judgement_of(*outcomes: Outcome, stem: str = "recipe") -> Judgement:
             judgement_of(Outcome.EQUIVALENT, Outcome.INVALID, Outcome.WORSE, Outcome.BETTER),
             "Of 4 recipes, 2 pass, 1 fails and 1 has no valid comparison.",
         ),
-        (judgement_of(*[Outcome.INCONCLUSIVE] * 5), "All 5 recipes are not settled."),
+        (judgement_of(*[Outcome.INCONCLUSIVE] * 5), "None of the 5 recipes is settled."),
         (judgement_of(Outcome.WORSE, stem="r" * 60), "The recipe fails."),
         (
             replace(judgement_of(*[Outcome.IDENTICAL] * 4), null_recipes=frozenset({"recipe0"})),
@@ -374,7 +374,7 @@ def test_headlines(judgement: Judgement, expected: str) -> None:
 
 
 def test_grid_by_model_and_kept_gemms() -> None:
-    names = ["25m/rowwise-n0", "25m/rowwise-n4", "125m/rowwise-n0", "125m/tensorwise-n4"]
+    names = ["25m/rowwise-n0", "25m/rowwise-n4", "25m/tensorwise-n4", "125m/rowwise-n0", "125m/tensorwise-n4"]
     items = tuple(verdict(name, Outcome.EQUIVALENT, 0.001, (0.0, 0.002)) for name in names)
     grid = grid_of(Judgement(criteria=Criteria(), verdicts=items))
     assert grid is not None
@@ -382,7 +382,7 @@ def test_grid_by_model_and_kept_gemms() -> None:
     assert [block.label for block in grid.blocks] == ["25m", "125m"]
     assert [row.label for row in grid.blocks[0].rows] == ["rowwise", "tensorwise"]
     filled = [[[cell is not None for cell in row.cells] for row in block.rows] for block in grid.blocks]
-    assert filled == [[[True, True], [False, False]], [[True, False], [False, True]]]
+    assert filled == [[[True, True], [False, True]], [[True, False], [False, True]]]
     cell = grid.blocks[0].rows[0].cells[0]
     assert cell is not None
     assert (cell.gap, cell.interval, cell.key) == ("+0.10", "[0.00, +0.20]", "r1")
@@ -390,6 +390,11 @@ def test_grid_by_model_and_kept_gemms() -> None:
 
 def test_no_grid_without_an_axis() -> None:
     assert grid_of(hand_judgement()) is None
+
+
+def test_no_grid_that_would_be_mostly_holes() -> None:
+    items = tuple(verdict(name, Outcome.EQUIVALENT) for name in ("a/x-n1", "b/y-n2", "c/z-n3"))
+    assert grid_of(Judgement(criteria=Criteria(), verdicts=items)) is None
 
 
 def test_models_are_columns_when_they_are_the_only_axis() -> None:
