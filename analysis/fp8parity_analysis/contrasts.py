@@ -22,17 +22,22 @@ if TYPE_CHECKING:
 
 _COUNTED = re.compile(r"^(?P<stem>.*?)[-_]?n(?P<value>\d+)$")
 _SIZED = re.compile(r"^(?P<value>\d+(?:\.\d+)?)(?P<unit>[kmb])/(?P<stem>.+)$", re.IGNORECASE)
+PAIRWISE_UP_TO = 50
+"""With more recipes than this no pairwise contrasts are made: they would be thousands, and nobody's question."""
 _UNITS = {"k": 1e3, "m": 1e6, "b": 1e9}
 
 
 def contrasts_of(judged: Sequence[Judged], criteria: Criteria) -> tuple[Contrast, ...]:
     """Return all contrasts between comparable recipes of one group, then the trends over ordered axes."""
-    members = [item for item in judged if _comparable(item)]
+    members = [item for item in judged if comparable(item)]
+    if len(members) > PAIRWISE_UP_TO:
+        return tuple(_trends(members, criteria))
     pairwise = [_contrast(a, b, criteria) for a, b in combinations(members, 2) if _group(a) == _group(b)]
     return (*pairwise, *_trends(members, criteria))
 
 
-def _comparable(item: Judged) -> bool:
+def comparable(item: Judged) -> bool:
+    """Return whether a recipe has an endpoint that can be compared with another's."""
     pairs = item.pairs
     return not (pairs.arm.null_arm or pairs.invalid or pairs.diverged)
 

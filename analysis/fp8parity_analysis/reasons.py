@@ -10,6 +10,7 @@ from scipy.special import ndtri
 from fp8parity_analysis.estimate import runs_per_gap
 from fp8parity_analysis.planning import MAX_SEEDS, SeedAdvice
 from fp8parity_analysis.schema import Outcome
+from fp8parity_analysis.secondary import TRAJECTORY_ALPHA
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -177,7 +178,10 @@ def _trajectory(finding: Finding) -> Iterator[str]:
     test = finding.trajectory
     if test.p is None:
         return
-    found = "worse than the control somewhere" if test.p <= 0.05 else "no evaluation stands out"
+    if test.smallest_p > TRAJECTORY_ALPHA:
+        yield f"trajectory test ({test.kind}): too few pairs to find anything, p is at least {test.smallest_p:.3g}"
+        return
+    found = "worse than the control somewhere" if test.p <= TRAJECTORY_ALPHA else "no evaluation stands out"
     text = f"trajectory test ({test.kind}): {found}, p {test.p:.3g}"
     if test.first_step is not None:
         text += f", first at step {test.first_step}"

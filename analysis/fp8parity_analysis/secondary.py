@@ -37,6 +37,7 @@ class Trajectory:
     p: float | None
     first_step: int | None
     kind: str
+    smallest_p: float = 1.0
 
 
 def trajectory_of(pairs: Pairs, rows: list[int], criteria: Criteria, *, pooled: bool) -> Trajectory:
@@ -63,7 +64,7 @@ def trajectory_of(pairs: Pairs, rows: list[int], criteria: Criteria, *, pooled: 
     else:
         return Trajectory(None, None, "needs 5 seeds, or matched null pairs")
     first = None if result.first is None else int(pairs.steps[columns[result.first]])
-    return Trajectory(result.p, first, result.kind)
+    return Trajectory(result.p, first, result.kind, result.smallest_p)
 
 
 def _evenly(columns: IntArray) -> IntArray:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from fp8parity_analysis.arms import arms_of, series_of
-from fp8parity_analysis.contrasts import contrasts_of
+from fp8parity_analysis.contrasts import PAIRWISE_UP_TO, comparable, contrasts_of
 from fp8parity_analysis.descriptive import described
 from fp8parity_analysis.errors import BadInputError
 from fp8parity_analysis.judging import Judged, judge_arm
@@ -26,6 +26,10 @@ def judge_study(curves: CurveSet, criteria: Criteria, *, post_hoc: bool) -> Judg
     _check_endpoint(curves, criteria)
     judged = [judge_arm(arm, curves, criteria, post_hoc=post_hoc) for arm in arms]
     judged = corrected([_described(item, criteria) for item in judged], criteria)
+    if sum(map(comparable, judged)) > PAIRWISE_UP_TO:
+        judged = [
+            _warned(item, [f"more than {PAIRWISE_UP_TO} recipes: no pairwise contrasts"]) for item in judged
+        ]
     return Judgement(
         criteria=criteria,
         verdicts=tuple(item.verdict for item in judged),
@@ -37,7 +41,10 @@ def judge_study(curves: CurveSet, criteria: Criteria, *, post_hoc: bool) -> Judg
 
 
 def _described(item: Judged, criteria: Criteria) -> Judged:
-    remarks = described(item, criteria)
+    return _warned(item, described(item, criteria))
+
+
+def _warned(item: Judged, remarks: list[str]) -> Judged:
     if not remarks:
         return item
     return replace(item, verdict=replace(item.verdict, warnings=(*item.verdict.warnings, *remarks)))

@@ -107,7 +107,10 @@ def suspicious(
     if lost:
         yield f"seeds {listed(lost)} have no finite loss among the evaluations of the endpoint"
     elif len(ends) > 1 and ends[0] != 0 and np.all(np.abs(ends - ends[0]) <= 1e-9 * abs(ends[0])):
-        yield f"the same gap ({ends[0]:.6g}) in all {len(ends)} seeds to the last digit: a log was copied"
+        yield (
+            f"the same gap ({ends[0]:.6g}) in all {len(ends)} seeds to the last digit: a log was copied, or the "
+            "losses were rounded too coarsely to tell seeds apart"
+        )
     yield from _copied_runs(arm, seeds)
 
 

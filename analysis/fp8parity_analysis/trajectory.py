@@ -33,13 +33,15 @@ _PART = 4_000_000
 class TrajectoryTest:
     """`p` of the maximum over the grid.
 
-    `first` is the first grid index above the critical value at `alpha`, or None.
+    `first` is the first grid index above the critical value at `alpha`, or None; `smallest_p` is the least that
+    so few labellings can give.
     """
 
     p: float
     first: int | None
     kind: str
     n_units: int
+    smallest_p: float
 
 
 def burn_in(null: FloatArray) -> int:
@@ -121,7 +123,7 @@ def _maximum_test(
     critical = np.sort(maxima)[::-1][min(len(maxima) - 1, int(alpha * len(maxima)))]
     above = np.flatnonzero(observed > critical + slack)
     first = int(above[0]) if p <= alpha and len(above) else None
-    return TrajectoryTest(p=p, first=first, kind=kind, n_units=len(units))
+    return TrajectoryTest(p=p, first=first, kind=kind, n_units=len(units), smallest_p=1 / len(maxima))
 
 
 def _is_exact(n: int, n_units: int, draws: int) -> bool:

@@ -74,6 +74,7 @@ def test_one_seed_with_matched_nulls_is_provisional():
     told = verdict("g03")
     assert (told.provisional, told.n_seeds, told.n_null_pairs) == (True, 1, 8)
     assert "assumes matched noise" in said("g03")
+    assert "too few pairs to find anything" in said("g03")
 
 
 def test_one_pair_and_nothing_else_asks_for_seeds_and_names_the_noise_it_could_bear():

@@ -291,6 +291,12 @@ class TestManyRecipes:
         assert trend.n_seeds == 5
         assert [item.recipe for item in told.verdicts] == ["0.3m/fp8", "1m/fp8", "10m/fp8"]
 
+    def test_hundreds_of_recipes_are_judged_without_thousands_of_contrasts(self):
+        told = of(study(n=2, arms=tuple(f"arm{number}" for number in range(60))))
+        assert len(told.verdicts) == 60
+        assert told.contrasts == ()
+        assert all("more than 50 recipes: no pairwise contrasts" in item.warnings for item in told.verdicts)
+
     def test_a_declared_axis(self):
         table = study(n=5, arms=("x", "y", "z"))
         told = of(table, trend=(("x", 1.0), ("y", 2.0), ("z", 3.0)))
