@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -21,6 +20,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Any
 
+from fp8parity.devices import visible_gpus
 from fp8parity.errors import EXIT_DIVERGED, EXIT_INTERRUPTED, EXIT_INVALID, EXIT_USAGE, InterruptedRunError
 from fp8parity_analysis import schema
 from fp8parity_analysis.json_files import read_json
@@ -80,25 +80,6 @@ def last_row(path: Path) -> dict[str, Any] | None:
             row: dict[str, Any] = json.loads(line)
             return row
     return None
-
-
-def visible_gpus() -> list[str]:
-    """Return the GPU indices that nvidia-smi lists, or those that CUDA_VISIBLE_DEVICES leaves; no torch needed."""
-    if "CUDA_VISIBLE_DEVICES" in os.environ:
-        return [name for name in os.environ["CUDA_VISIBLE_DEVICES"].split(",") if name.strip()]
-    if shutil.which("nvidia-smi") is None:
-        return []
-    command = ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"]
-    found = subprocess.run(command, capture_output=True, text=True, check=False)
-    return (
-        [line.strip() for line in found.stdout.splitlines() if line.strip()] if found.returncode == 0 else []
-    )
-
-
-def default_slots(device: str, threads: int) -> int:
-    """Return the runs that fit at a time: one per GPU, or as many as the cores hold."""
-    gpus = visible_gpus() if device != "cpu" else []
-    return len(gpus) or max(1, (os.cpu_count() or 1) // threads)
 
 
 def ledger_line(out: Path, run_id: str, event: str, **facts: Any) -> None:

@@ -160,17 +160,16 @@ def initialise(model: DecoderLM, seed: int) -> None:
     Normal with `init_std`; the two projections that write to the residual stream get init_std / sqrt(2 L), since
     2 L of them add up (GPT-2: Radford et al. 2019, section 2.3; Megatron-LM's scaled_init_method_normal).
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(device="cpu").manual_seed(seed)
     std = model.spec.init_std
     residual_std = std / math.sqrt(2 * model.spec.n_layers)
     for name, parameter in model.named_parameters():
         if parameter.ndim < 2:
             continue
         is_residual = name.endswith(("o_proj.weight", "down_proj.weight"))
-        drawn = torch.empty(parameter.shape).normal_(
-            0.0, residual_std if is_residual else std, generator=generator
-        )
-        parameter.copy_(drawn)
+        # dtype and device are named because Lightning builds models under the run's own defaults
+        drawn = torch.empty(parameter.shape, dtype=torch.float32, device="cpu")
+        parameter.copy_(drawn.normal_(0.0, residual_std if is_residual else std, generator=generator))
 
 
 def parameters_digest(model: nn.Module) -> str:

@@ -48,10 +48,21 @@ def build_model(spec: RunSpec, vocab_rows: int) -> BuiltModel:
     if spec.train.bf16_gemm == "fp32_accumulate":
         use_fp32_accumulation(model)
     if spec.train.compile == "blocks":
-        precision.patch_code_generation()
-        for block in model.blocks:
-            block.compile()
+        compile_blocks(model)
     return BuiltModel(model, init_digest, record, plan)
+
+
+def compile_blocks(model: DecoderLM) -> None:
+    """Compile each decoder block, in the same way in both arms.
+
+    All blocks share one code object, so each kind (FP8 or BF16, training or evaluation) is one more compilation of
+    it; past its limit the compiler would go on uncompiled with a warning, so the limit is raised and made an error.
+    """
+    torch._dynamo.config.recompile_limit = 64
+    torch._dynamo.config.fail_on_recompile_limit_hit = True
+    precision.patch_code_generation()
+    for block in model.blocks:
+        block.compile()
 
 
 class LMModule(L.LightningModule):

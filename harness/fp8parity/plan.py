@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from fp8parity import layer_policy
-from fp8parity.launch import default_slots
+from fp8parity.devices import default_slots
 from fp8parity.matrix import Matrix, PlannedRun, vocab_rows
 from fp8parity.shapes import linear_shapes, parameter_count
 from fp8parity.study import criteria_of

@@ -38,6 +38,7 @@ from fp8parity.module import LMModule, TokenDataModule
 from fp8parity.shapes import parameter_count
 from fp8parity.spec import RunSpec
 from fp8parity.token_meta import TokenMeta
+from fp8parity.version_gates import version_problems
 from fp8parity_analysis import schema
 from fp8parity_analysis.json_files import read_json
 from fp8parity_analysis.store import RunWriter
@@ -153,6 +154,9 @@ def _session(order: RunOrder) -> _Session:
     spec = order.spec
     device = resolve_device(spec)
     found = environment.fingerprint(device)
+    problems = version_problems(found, spec, device)
+    if problems:
+        raise UsageError("\n".join(problems))
     environment.claim(order.study_dir, found)
     tokens, meta = open_tokens(order.data_path, spec.data.sha256)
     try:

@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from fp8parity import environment
+from fp8parity.devices import visible_gpus
 from fp8parity.errors import UsageError
 from fp8parity.matrix import Matrix, PlannedRun, resolve_data_path
 from fp8parity.spec import DataSpec
 from fp8parity.token_meta import read_meta
+from fp8parity.version_gates import version_problems
 from fp8parity_analysis import schema
 from fp8parity_analysis.criteria import Criteria
 from fp8parity_analysis.json_files import read_json, write_json
@@ -92,6 +94,21 @@ def _check_same_study(matrix: Matrix, out: Path) -> dict[str, Any] | None:
     return study
 
 
+def _check_versions(matrix: Matrix) -> None:
+    """Refuse known bad pairs of versions for every run at once, before the first process starts."""
+    versions = environment.package_versions()
+    gpus = bool(visible_gpus())
+    found = {
+        problem: None
+        for run in matrix.runs
+        for problem in version_problems(
+            versions, run.spec, "cuda" if gpus and run.spec.train.device != "cpu" else "cpu"
+        )
+    }
+    if found:
+        raise UsageError("\n".join(found))
+
+
 def lay_out(matrix: Matrix, out: Path) -> list[Path]:
     """Write study file, recipe copy, token files and one `spec.json` per run; return the run directories in order.
 
@@ -101,6 +118,7 @@ def lay_out(matrix: Matrix, out: Path) -> list[Path]:
     """
     study = _check_same_study(matrix, out)
     environment.check_packages(out)
+    _check_versions(matrix)
     out.mkdir(parents=True, exist_ok=True)
     recipe_dir = matrix.recipe_path.parent
     files = {run.run_id: _token_file(out, run, recipe_dir) for run in matrix.runs}

@@ -8,8 +8,9 @@ from pathlib import Path
 from rich.console import Console
 
 from fp8parity import matrix, study
+from fp8parity.devices import default_slots
 from fp8parity.errors import Fp8ParityError, UsageError
-from fp8parity.launch import RunState, default_slots, launch
+from fp8parity.launch import RunState, launch
 from fp8parity.screen import live_runs, show_judgement
 from fp8parity_analysis import schema
 

@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 
 from fp8parity import launch
+from fp8parity.devices import default_slots
 from fp8parity.errors import InterruptedRunError
-from fp8parity.launch import RunState, default_slots, last_row
+from fp8parity.launch import RunState, last_row
 from fp8parity_analysis import schema
 
 WORKER = """\

@@ -1,0 +1,50 @@
+"""Pairs of versions that are known to go wrong, refused by name before anything trains. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from packaging.version import Version
+
+from fp8parity.spec import RunSpec
+
+CPU_ROWWISE_TORCH = Version("2.13")
+"""First tested torch whose CPU `_scaled_mm` takes one scale per row; 2.11 was tried and takes one per tensor only."""
+
+MISCOMPILING_TORCH = Version("2.13")
+"""First torch whose Inductor emits the min/max form that makes compiled FP8 kernels produce NaN on a GPU now and then
+(torchao issue 4652); torchao patches it from `PATCHED_TORCHAO` on."""
+
+PATCHED_TORCHAO = Version("0.18")
+
+_ROWWISE = ("rowwise", "rowwise_with_gw_hp")
+
+
+def _version(versions: Mapping[str, str], name: str) -> Version | None:
+    text = versions.get(name, "none")
+    return None if text == "none" else Version(Version(text).public)
+
+
+def version_problems(versions: Mapping[str, str], spec: RunSpec, device_type: str) -> list[str]:
+    """Return why this run cannot be trusted with these packages on `device_type` (cpu or cuda); empty: no known reason.
+
+    `versions` is `environment.package_versions()`.
+    """
+    torch, torchao = _version(versions, "torch"), _version(versions, "torchao")
+    precision = spec.precision
+    problems: list[str] = []
+    if precision.is_bf16 or torch is None:
+        return problems
+    rowwise_kernel = precision.backend == "torchao_float8" and precision.recipe in _ROWWISE
+    if rowwise_kernel and device_type == "cpu" and torch < CPU_ROWWISE_TORCH:
+        problems.append(
+            f"precision.recipe: {precision.recipe} with backend torchao_float8 on a CPU needs torch >= "
+            f"{CPU_ROWWISE_TORCH}, this is {torch}; write backend: reference, or upgrade torch"
+        )
+    compiled = device_type == "cuda" and spec.train.compile != "off"
+    if compiled and torch >= MISCOMPILING_TORCH and torchao is not None and torchao < PATCHED_TORCHAO:
+        problems.append(
+            f"train.compile: {spec.train.compile} with torch {torch} needs torchao >= {PATCHED_TORCHAO}, this is "
+            f"{torchao}: compiled FP8 kernels would produce NaN now and then; upgrade torchao, or compile: off"
+        )
+    return problems
