@@ -196,11 +196,11 @@ class TestFromRuns:
             logs = drawn.control[0, seed, 0] + 0.001 * (seed + 1)
             write_run(tmp_path, "bf16_null", "null", seed, logs, replica=1)
         good = judged(tmp_path)
-        assert good.verdicts[0].n_null_pairs == 3
+        assert good.verdicts[0].noise_floor["control_run"]["df"] == 3
         logs = drawn.control[0, 0, 0] + 0.001
         write_run(tmp_path, "bf16_null", "null", 0, logs, replica=2, spec={"optim": {"lr": 0.1}})
         bad = judged(tmp_path)
-        assert bad.verdicts[0].n_null_pairs == 3
+        assert bad.verdicts[0].noise_floor["control_run"]["df"] == 3
         assert bad.verdicts[1].outcome is Outcome.INVALID
 
 

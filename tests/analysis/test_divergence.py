@@ -76,6 +76,13 @@ def test_a_rise_from_above_the_margin_is_worse_not_diverged():
     assert outcome(ramp(0.7, 0.03) + 0.004) is Outcome.WORSE
 
 
+def test_a_rise_smaller_than_the_margin_is_worse_not_diverged():
+    result = core.judge_gaps(ramp(0.7, 0.0026) + 0.0022, PROGRESS, margin=0.0025)
+    assert result.growth.grows[0]
+    assert result.growth.before[0] < 0.0025
+    assert result.outcomes[0] is Outcome.WORSE
+
+
 def test_a_small_rise_within_the_margin_is_growing():
     assert outcome(ramp(0.5, 0.002, noise=2e-5)) is Outcome.EQUIVALENT_BUT_GROWING
 

@@ -9,6 +9,12 @@ def test_slope_of_a_power_law_is_its_exponent():
     assert tokens.log_slope(-0.3 * np.log(steps) + 1.0, steps) == pytest.approx(-0.3, rel=1e-12)
 
 
+def test_only_the_last_third_counts():
+    steps = np.arange(50, 2001, 50.0)
+    early = np.where(steps < 1300, 5.0, 0.0)
+    assert tokens.log_slope(early - 0.3 * np.log(steps), steps) == pytest.approx(-0.3, rel=1e-9)
+
+
 def test_a_loss_that_does_not_fall_has_no_price():
     steps = np.arange(50, 2001, 50.0)
     assert tokens.log_slope(np.ones(40), steps) is None

@@ -54,6 +54,12 @@ def test_one_seed_cannot_beat_its_resolution():
     assert few.first is None
 
 
+def test_a_sampled_p_value_is_never_zero():
+    huge, null = np.full((5, 5), 100.0), np.random.default_rng(0).standard_normal((8, 5))
+    assert trajectory.label_permutation(huge, null, generator()).p == 1 / 1000
+    assert trajectory.sign_flip(np.full((12, 5), 100.0) + np.arange(5), generator()).p == 1 / 1000
+
+
 def test_sign_flip_on_one_point_is_scipys_permutation_of_the_t_statistic():
     values = np.random.default_rng(2).normal(0.4, 1.0, (6, 1))
     oracle = scipy.stats.permutation_test(

@@ -178,7 +178,10 @@ class TestReplicas:
         table.loc[(table.arm == "bf16") & (table.replica == 1), "arm"] = "bf16_null"
         apart, together = of(table), of(table, null_matched=True)
         assert [item.recipe for item in apart.verdicts] == ["fp8", "bf16_null"]
-        assert apart.verdicts[0].gap != together.verdicts[0].gap
+        alone = of(table[table.arm != "bf16_null"])
+        assert apart.verdicts[0].gap == alone.verdicts[0].gap
+        assert together.verdicts[0].gap == of(table.replace("bf16_null", "bf16")).verdicts[0].gap
+        assert together.verdicts[0].gap != alone.verdicts[0].gap
         assert apart.verdicts[1].gap == together.verdicts[1].gap
 
     def test_nulls_too_quiet_for_the_gap_are_vetoed(self):
