@@ -165,12 +165,24 @@ def run_of_record(record: RunRecord) -> RunCurve:
         status=Status(manifest["status"]) if manifest else None,
         first_nonfinite_step=(manifest or {}).get("first_nonfinite_step"),
         tokens=_tokens(record),
-        tokens_per_s=(manifest or {}).get("throughput_tokens_per_s"),
+        tokens_per_s=_comparable_throughput(manifest or {}),
         parameters=model.get("parameters") if isinstance(model, Mapping) else None,
         identity=_identity(record),
         digests=_digests(record),
         problems=tuple(f"{record.run_id}: {text}" for text in eval_problems + train_problems),
     )
+
+
+def _comparable_throughput(manifest: Mapping[str, Any]) -> float | None:
+    """Return a run's tokens/s, or None where it says nothing about the recipe's speed.
+
+    That is on a CPU, which emulates FP8, and on a device that several runs shared.
+    """
+    effective = manifest.get("effective") or {}
+    if effective.get("device") == "cpu" or effective.get("runs_per_device", 1) != 1:
+        return None
+    rate = manifest.get("throughput_tokens_per_s")
+    return None if rate is None else float(rate)
 
 
 def _identity(record: RunRecord) -> dict[str, Any]:

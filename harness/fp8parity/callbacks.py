@@ -31,6 +31,9 @@ from fp8parity_analysis.store import RunWriter
 FLUSH_EVERY = 10
 """Optimizer steps between copies of the losses to the host."""
 
+WARM_STEPS = 20
+"""Steps of a session left out of its throughput: compilation, autotuning, cold caches."""
+
 NONFINITE_LIMIT = 8
 """Consecutive non-finite losses after which a run counts as diverged."""
 
@@ -48,6 +51,14 @@ class CurveRecorder(L.Callback):
         self._loss_sum: Tensor | None = None
         self._pending: list[tuple[dict[str, Any], Tensor, Tensor]] = []
         self._clock = time.perf_counter()
+        self._session_steps = 0
+        self._steady_seconds = 0.0
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Training throughput of this session after its first steps, evaluations and checkpoints left out."""
+        steady = self._session_steps - WARM_STEPS
+        return steady * self.spec.train.tokens_per_step / self._steady_seconds if steady > 0 else None
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run must remember."""
@@ -79,7 +90,7 @@ class CurveRecorder(L.Callback):
             return
         self.step = trainer.global_step
         now = time.perf_counter()
-        row = {
+        row: dict[str, Any] = {
             "step": self.step,
             "tokens": self.step * self.spec.train.tokens_per_step,
             "lr": self.spec.optim.lr * lr_factor(self.step - 1, self.spec.train.steps, self.spec.optim),
@@ -87,6 +98,9 @@ class CurveRecorder(L.Callback):
             "batch_digest": batch[1],
         }
         self._clock = now
+        self._session_steps += 1
+        if self._session_steps > WARM_STEPS:
+            self._steady_seconds += row["step_time"]
         mean = self._loss_sum / self.spec.train.accumulate
         self._pending.append((row, mean, pl_module.last_grad_norm))
         self._loss_sum = None

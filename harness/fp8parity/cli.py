@@ -85,7 +85,12 @@ def train(run_dir: Annotated[Path, typer.Argument(help="A run directory with its
 
 @app.command()
 def judge(
-    paths: Annotated[list[Path], typer.Argument(help="A study or run directory, or files of curves.")],
+    sources: Annotated[
+        list[str],
+        typer.Argument(
+            help="A study or run directory; .csv or .parquet curves; a TensorBoard folder; mlflow:EXPERIMENT."
+        ),
+    ],
     margin: Annotated[str | None, typer.Option(help="Largest gap called equal, such as 0.25%.")] = None,
     confidence: Annotated[float | None, typer.Option(help="Confidence of the two-sided interval.")] = None,
     endpoint: Annotated[str | None, typer.Option(help="held_out, train or final.")] = None,
@@ -94,13 +99,34 @@ def judge(
     null_matched: Annotated[
         bool, typer.Option("--null-matched", help="Declare that nulls may be pooled.")
     ] = False,
+    holm: Annotated[bool, typer.Option("--holm", help="Correct the verdicts over the recipes too.")] = False,
+    speedup: Annotated[
+        float | None, typer.Option(help="FP8's throughput over BF16's; weighed against a gap's token cost.")
+    ] = None,
+    allow_prefix: Annotated[
+        bool, typer.Option("--allow-prefix", help="Judge a shorter run on the common prefix, labelled so.")
+    ] = False,
+    split: Annotated[str | None, typer.Option(help="The held-out set that decides.")] = None,
+    preset: Annotated[str | None, typer.Option(help="Tag names of torchtitan, megatron or nemo.")] = None,
+    column: Annotated[
+        list[str] | None, typer.Option(help="OURS=THEIRS for a column of a table, such as loss=val_loss.")
+    ] = None,
+    tag: Annotated[
+        list[str] | None, typer.Option(help="TAG=SPLIT for a metric, such as validation/loss=held_out.")
+    ] = None,
+    run_pattern: Annotated[
+        str | None,
+        typer.Option(help="Regex with (?P<arm>), (?P<seed>) and maybe (?P<replica>) for run names."),
+    ] = None,
+    tracking_uri: Annotated[str | None, typer.Option(help="MLflow's tracking URI.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Judge stored runs or anybody's curves. Trains nothing."""
-    from fp8parity.judging import judge_paths
+    from fp8parity.judging import judge_paths, mapping_of
+    from fp8parity_analysis.importers import DEFAULT_RUN_PATTERN, ImportSettings
 
     judgement = judge_paths(
-        paths,
+        sources,
         {
             "margin": margin,
             "confidence": confidence,
@@ -108,7 +134,18 @@ def judge(
             "eval_precision": eval_precision,
             "noise_sd": noise_sd,
             "null_matched": null_matched or None,
+            "correction": "holm" if holm else None,
+            "speedup": speedup,
+            "allow_prefix": allow_prefix or None,
+            "split": split,
         },
+        ImportSettings(
+            columns=mapping_of("column", column or []),
+            tags=mapping_of("tag", tag or []),
+            preset=preset,
+            run_pattern=run_pattern or DEFAULT_RUN_PATTERN,
+            tracking_uri=tracking_uri,
+        ),
     )
     if as_json:
         _print_json(judgement.to_json())

@@ -7,14 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
-
 from fp8parity.recipe_file import parse_fraction
 from fp8parity.study import criteria_from_json
 from fp8parity_analysis import schema
 from fp8parity_analysis.criteria import Criteria
 from fp8parity_analysis.curves import CurveSet
 from fp8parity_analysis.errors import BadInputError
+from fp8parity_analysis.importers import ImportSettings, read_curves
 from fp8parity_analysis.json_files import read_json, write_json
 from fp8parity_analysis.store import read_runs
 from fp8parity_analysis.verdict import Judgement
@@ -52,28 +51,25 @@ def judge_study(study_dir: Path, options: Mapping[str, Any]) -> Judgement:
     return judge_curves(curves, criteria, post_hoc=criteria.digest() != study["criteria_at_launch"])
 
 
-def _read_table(path: Path) -> pd.DataFrame:
-    if not path.exists():
-        raise BadInputError(f"{path}: no such file or directory")
-    try:
-        if path.suffix == ".parquet":
-            return pd.read_parquet(path)
-        if path.suffix == ".csv":
-            return pd.read_csv(path)
-    except (OSError, ValueError) as error:
-        raise BadInputError(f"{path}: cannot be read as {path.suffix[1:]} ({error})") from error
-    raise BadInputError(f"{path}: is no study, .csv or .parquet")
+def judge_paths(sources: Sequence[str], options: Mapping[str, Any], settings: ImportSettings) -> Judgement:
+    """Judge one study directory, or run directories and curves of other programs taken together.
+
+    `sources` are paths, or `mlflow:EXPERIMENT`; `settings` maps other programs' names. Errors: `BadInputError`.
+    """
+    if len(sources) == 1 and (Path(sources[0]) / schema.STUDY_FILE).exists():
+        return judge_study(Path(sources[0]), options)
+    return judge_curves(read_curves(sources, settings), changed_criteria(Criteria(), options))
 
 
-def judge_paths(paths: Sequence[Path], options: Mapping[str, Any]) -> Judgement:
-    """Judge one study directory, one directory of runs, or files of curves taken together."""
-    if len(paths) == 1 and (paths[0] / schema.STUDY_FILE).exists():
-        return judge_study(paths[0], options)
-    criteria = changed_criteria(Criteria(), options)
-    if len(paths) == 1 and paths[0].is_dir():
-        return judge_curves(CurveSet.from_runs(read_runs(paths[0])), criteria)
-    table = pd.concat([_read_table(path) for path in paths], ignore_index=True)
-    return judge_curves(CurveSet.from_table(table), criteria)
+def mapping_of(option: str, pairs: Sequence[str]) -> dict[str, str]:
+    """Turn `NAME=THEIRS` options into a mapping; `BadInputError` shows the form."""
+    found = {}
+    for pair in pairs:
+        name, equals, theirs = pair.partition("=")
+        if not equals or not name or not theirs:
+            raise BadInputError(f"--{option} {pair!r}: write NAME=VALUE, such as loss=val_loss")
+        found[name] = theirs
+    return found
 
 
 def write_results(study_dir: Path, judgement: Judgement) -> tuple[Path, ...]:

@@ -130,6 +130,8 @@ class Launcher:
     def _environment(self, job: _Job) -> dict[str, str]:
         threads = str(job.threads)
         extra = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), threads)
+        sharing = -(-self.slots // max(1, len(self.gpus) or self.slots))
+        extra["FP8PARITY_RUNS_PER_DEVICE"] = str(sharing)
         if self.gpus:
             extra["CUDA_VISIBLE_DEVICES"] = self.gpus[job.slot % len(self.gpus)]
         return {**os.environ, **extra, "TORCHAO_FORCE_SKIP_LOADING_SO_FILES": "1"}

@@ -43,6 +43,9 @@ from fp8parity_analysis import schema
 from fp8parity_analysis.json_files import read_json
 from fp8parity_analysis.store import RunWriter
 
+RUNS_PER_DEVICE = "FP8PARITY_RUNS_PER_DEVICE"
+"""Set by the launcher when runs share a device: their throughput is then no measurement of the recipe's."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -235,7 +238,7 @@ def _manifest(session: _Session, started: datetime, seconds: float) -> dict[str,
     built = session.module.built
     assert built is not None
     status = schema.Status.DIVERGED if session.guard.diverged else schema.Status.FINISHED
-    trained_here = recorder.step - (_step_of(session.resume_from) if session.resume_from else 0)
+    rate = recorder.tokens_per_second
     return {
         "schema_version": schema.SCHEMA_VERSION,
         "run_id": session.order.run_id,
@@ -255,6 +258,7 @@ def _manifest(session: _Session, started: datetime, seconds: float) -> dict[str,
             "compile": spec.train.compile,
             "bf16_gemm": spec.train.bf16_gemm,
             "threads": spec.train.threads,
+            "runs_per_device": int(os.environ.get(RUNS_PER_DEVICE, "1")),
             "data_source": session.meta.source,
             "split": session.meta.split,
             **environment.provenance(),
@@ -263,7 +267,7 @@ def _manifest(session: _Session, started: datetime, seconds: float) -> dict[str,
         "finished_at": datetime.now(UTC).isoformat(timespec="seconds"),
         "wall_seconds": round(seconds, 3),
         "resumes": int(session.resume_from is not None),
-        "throughput_tokens_per_s": round(trained_here * spec.train.tokens_per_step / seconds, 1),
+        "throughput_tokens_per_s": None if rate is None else round(rate, 1),
         "model": {
             "label": spec.model.label,
             "parameters": parameter_count(spec.model, session.module.vocab_rows),

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from rich import box
 from rich.console import Console
 from rich.live import Live
 from rich.markup import escape
@@ -88,38 +89,48 @@ def interval_text(bounds: tuple[float | None, float | None]) -> str:
 
 
 def verdict_table(judgement: Judgement) -> Table:
-    """Return one row per recipe: outcome, gap with interval, margin, seeds."""
-    level = f"{100 * judgement.criteria.confidence:.0f} %"
-    table = Table(
-        title="FP8 against BF16, held-out loss"
-        if judgement.criteria.endpoint != "train"
-        else "FP8 against BF16, training loss",
-        title_justify="left",
-    )
-    for heading in ("recipe", "outcome", "gap", f"{level} interval", "margin", "seeds", "null pairs"):
-        table.add_column(heading, justify="left" if heading in ("recipe", "outcome") else "right")
+    """Return one row per recipe: outcome, gap with interval, seeds; it fits 80 columns."""
+    criteria = judgement.criteria
+    loss = {"train": "training loss", "final": "last held-out loss"}.get(criteria.endpoint, "held-out loss")
+    title = f"FP8 against BF16: {loss}, margin ±{100 * criteria.margin:.2f} %"
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for heading in (
+        "recipe",
+        "outcome",
+        "gap",
+        f"{100 * criteria.confidence:.0f} % interval",
+        "seeds",
+        "nulls",
+    ):
+        left = heading in ("recipe", "outcome")
+        table.add_column(
+            heading, justify="left" if left else "right", no_wrap=heading != "recipe", overflow="fold"
+        )
     for verdict in judgement.verdicts:
         outcome = Text(verdict.outcome.value, style=_GATE_STYLE[verdict.gate.value])
-        if verdict.provisional:
-            outcome.append(" (provisional)")
         table.add_row(
             verdict.recipe,
-            outcome,
+            outcome.append("*" if verdict.provisional else ""),
             percent(verdict.gap),
             interval_text(verdict.interval),
-            f"±{100 * verdict.margin:.2f} %",
             str(verdict.n_seeds),
             str(verdict.n_null_pairs),
         )
+    if any(verdict.provisional for verdict in judgement.verdicts):
+        table.caption = "* provisional"
     return table
 
 
 def _print_words(console: Console, verdict: Verdict) -> None:
     console.print(f"\n[bold]{escape(verdict.recipe)}[/bold]")
-    for reason in verdict.reasons:
-        console.print(f"  {reason}", markup=False, highlight=False)
-    for warning in verdict.warnings:
-        console.print(f"  warning: {warning}", markup=False, highlight=False, style="yellow")
+    lines = [
+        *(("", reason) for reason in verdict.reasons),
+        *(("yellow", f"warning: {w}") for w in verdict.warnings),
+    ]
+    for style, line in lines:
+        grid = Table.grid(padding=(0, 1))
+        grid.add_row(" •", Text(line, style=style))
+        console.print(grid, highlight=False)
 
 
 def show_judgement(console: Console, judgement: Judgement) -> None:

@@ -174,19 +174,49 @@ def test_exit_codes_of_judge_on_anybodys_curves(
     assert tuple(document["verdicts"][0]) == schema.VERDICT_KEYS
 
 
+def test_judge_reads_other_names_and_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = csv_of(tmp_path / "c.csv", {0: 0.0001, 1: -0.0001, 2: 0.0002})
+    renamed = tmp_path / "renamed.csv"
+    pd.read_csv(path).rename(columns={"loss": "val_loss", "step": "iter"}).to_csv(renamed, index=False)
+    _, plain, _ = call(capsys, "judge", str(path), "--holm", "--speedup", "1.2", "--json")
+    mapped = ("--column", "loss=val_loss", "--column", "step=iter")
+    code, text, _ = call(capsys, "judge", str(renamed), *mapped, "--holm", "--speedup", "1.2", "--json")
+    assert code == 0
+    assert json.loads(text) == json.loads(plain)
+    assert json.loads(text)["criteria"]["correction"] == "holm"
+
+
+def test_judge_reads_a_tensorboard_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from torch.utils.tensorboard import SummaryWriter
+
+    for seed in range(3):
+        for arm, gap in (("bf16", 0.0), ("rowwise", 0.02 + seed / 1e4)):
+            with SummaryWriter(str(tmp_path / f"{arm}_seed{seed}")) as writer:
+                for step in range(10, 210, 10):
+                    writer.add_scalar("validation/loss", (3.0 + 10 / step + seed / 100) * (1 + gap), step)
+    code, text, _ = call(
+        capsys, "judge", str(tmp_path), "--run-pattern", r"(?P<arm>\w+)_seed(?P<seed>\d+)", "--json"
+    )
+    verdict = json.loads(text)["verdicts"][0]
+    assert (code, verdict["recipe"], verdict["outcome"], verdict["n_seeds"]) == (10, "rowwise", "WORSE", 3)
+
+
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
         (["plan"], "Missing argument"),
         (["fly"], "No such command"),
         (["plan", "absent.yaml"], "absent.yaml: cannot be read"),
-        (["judge", "absent.csv"], "absent.csv: no such file"),
+        (["judge", "absent.csv"], "absent.csv: does not exist"),
         (["judge", "{tmp}"], "holds no run"),
         (["judge", "{csv}", "--margin", "lots"], "--margin: 'lots' is no fraction; write 0.0025 or 0.25%"),
         (
             ["judge", "{csv}", "--endpoint", "middle"],
             "endpoint: 'middle' is not known; write one of held_out",
         ),
+        (["judge", "{csv}", "--preset", "litgpt"], "preset: 'litgpt' is not known; write one of"),
+        (["judge", "{csv}", "--column", "loss"], "--column 'loss': write NAME=VALUE, such as loss=val_loss"),
+        (["judge", "{csv}", "--run-pattern", "x"], "run pattern: 'x' needs the groups"),
         (["report", "{tmp}"], "study.json: cannot be read"),
         (["train", "{tmp}"], "spec.json: cannot be read"),
         (["data", "pack", "absent.txt", "--out", "{tmp}/x.bin"], "absent.txt: no such file or folder"),
