@@ -7,7 +7,7 @@ DEMO   ?= out/demo
 
 export TORCHAO_FORCE_SKIP_LOADING_SO_FILES ?= 1
 
-.PHONY: install demo test check format clean wheelhouse
+.PHONY: install demo test check format clean
 
 install: $(STAMP)
 

@@ -13,7 +13,8 @@ from fp8parity_analysis.errors import BadInputError
 
 def write_json(path: Path, document: Mapping[str, Any]) -> None:
     """Write JSON through a temporary name and a rename, so that a reader never sees half a file."""
-    temporary = path.with_name(path.name + ".tmp")
+    # a name of its own per process: the runs of a study may write the same file at the same time
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         with temporary.open("w", encoding="utf-8") as handle:
             json.dump(document, handle, indent=1, sort_keys=False, allow_nan=True)

@@ -6,7 +6,7 @@ A pure function of the file. Imports no torch.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -16,14 +16,14 @@ from pydantic import ValidationError
 
 from fp8parity import layer_policy
 from fp8parity.errors import UsageError
+from fp8parity.labels import arm_label, group_label, varying, varying_within_recipes
 from fp8parity.precision_rules import rule_problems
+from fp8parity.problems import Problems, explain
 from fp8parity.recipe_file import (
     CriteriaSpec,
-    Problems,
     RecipeFile,
     RuntimeSpec,
     base_sections,
-    explain,
     parse,
     run_spec,
     set_dotted,
@@ -189,53 +189,6 @@ def resolve_data_path(spec: RunSpec, recipe_dir: Path) -> Path:
     return recipe_dir / spec.data.path
 
 
-def _varying(specs: Iterable[RunSpec], *, precision: bool) -> list[tuple[str, str]]:
-    """Return the (section, key) whose value differs between the specs, precision's or all others."""
-    seen: dict[tuple[str, str], set[str]] = {}
-    for spec in specs:
-        for section, values in spec.canonical().items():
-            if isinstance(values, dict) and (section == "precision") == precision:
-                for key, value in values.items():
-                    seen.setdefault((section, key), set()).add(repr(value))
-    return [path for path, values in seen.items() if len(values) > 1]
-
-
-def _varying_within_recipes(cells: Sequence[RunSpec]) -> list[tuple[str, str]]:
-    """Return the precision keys that tell two arms of one recipe apart; a backend of its own needs no mention."""
-    by_recipe: dict[str, list[RunSpec]] = {}
-    for spec in cells:
-        by_recipe.setdefault(spec.precision.recipe, []).append(spec)
-    found = [path for specs in by_recipe.values() for path in _varying(specs, precision=True)]
-    return list(dict.fromkeys(found))
-
-
-def _arm_label(spec: RunSpec, varying: Sequence[tuple[str, str]]) -> str:
-    """Name an FP8 arm: the recipe, `nN` for N GEMMs kept at both ends, and any other key that varies."""
-    values = spec.canonical()["precision"]
-    parts = [values["recipe"]]
-    keys = [key for _, key in varying if key != "recipe"]
-    if {"keep_first", "keep_last"} & set(keys):
-        first, last = values["keep_first"], values["keep_last"]
-        parts.append(f"n{first}" if first == last else f"n{first}_{last}")
-    others = [key for key in keys if key not in ("keep_first", "keep_last")]
-    return "-".join([*parts, *(f"{key}={_short(values[key])}" for key in others)])
-
-
-def _group_label(spec: RunSpec, varying: Sequence[tuple[str, str]]) -> str:
-    """Name a cell without its precision: the model, and any other key that varies."""
-    values = spec.canonical()
-    model_keys = set(ModelSpec.model_fields)
-    extra = [
-        (s, k) for s, k in varying if not (s == "model" and k in model_keys and spec.model.preset != "custom")
-    ]
-    return "-".join([spec.model.label, *(f"{k}={_short(values[s][k])}" for s, k in extra)])
-
-
-def _short(value: Any) -> str:
-    text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
-    return "".join(c if c.isalnum() or c in "._,-" else "_" for c in text) or "none"
-
-
 def _run(spec: RunSpec, group: str, arm: str, role: str) -> PlannedRun:
     replica = f"-{spec.replica_kind}{spec.replica}" if spec.replica else ""
     stem = f"{group}-s{spec.seed}-{'bf16' if role == 'null' else arm}{replica}"
@@ -295,8 +248,8 @@ def expand(recipe: RecipeFile, marked: MarkedYaml) -> Matrix:
 
 def _ordered_runs(recipe: RecipeFile, cells: Sequence[RunSpec]) -> tuple[PlannedRun, ...]:
     """Return the runs: seed by seed, control before null before tests, each run once."""
-    precision_keys = _varying_within_recipes(cells)
-    group_keys = _varying(cells, precision=False)
+    precision_keys = varying_within_recipes(cells)
+    group_keys = varying(cells, precision=False)
     runs: dict[str, PlannedRun] = {}
     null_seeds = sorted(
         {s for null in recipe.null if null.arm == "control" for s in (null.seeds or ())} - set(recipe.seeds)
@@ -304,12 +257,12 @@ def _ordered_runs(recipe: RecipeFile, cells: Sequence[RunSpec]) -> tuple[Planned
     for seed in (*recipe.seeds, *null_seeds):
         for spec in cells:
             test = spec.model_copy(update={"seed": seed})
-            group = _group_label(spec, group_keys)
+            group = group_label(spec, group_keys)
             control = _control_of(recipe, test)
             planned = [_run(control, group, "bf16", "control")]
             planned += [_run(s, group, "bf16_null", "null") for s in _replicas(recipe, control, "control")]
             if seed in recipe.seeds and not spec.precision.is_bf16:
-                arm = _arm_label(spec, precision_keys)
+                arm = arm_label(spec, precision_keys)
                 planned += [_run(s, group, arm, "test") for s in (test, *_replicas(recipe, test, "test"))]
             for run in planned:
                 runs.setdefault(run.run_id, run)

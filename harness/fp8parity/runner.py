@@ -22,19 +22,12 @@ import torch
 from pydantic import ValidationError
 
 from fp8parity import environment
-from fp8parity.callbacks import (
-    Checkpointer,
-    CurveRecorder,
-    HeldOutEvaluator,
-    NonFiniteGuard,
-    ProgressLines,
-    ProofBeforeTraining,
-    StopOnSignal,
-    checkpoints,
-)
+from fp8parity.callbacks import HeldOutEvaluator, NonFiniteGuard, ProgressLines, ProofBeforeTraining
+from fp8parity.checkpointing import Checkpointer, StopOnSignal, checkpoints
 from fp8parity.data import BatchPlan, Tokens, held_out_rows, open_tokens, training_tokens
 from fp8parity.errors import EXIT_DIVERGED, InterruptedRunError, UsageError
 from fp8parity.module import LMModule, TokenDataModule
+from fp8parity.recorder import CurveRecorder
 from fp8parity.shapes import parameter_count
 from fp8parity.spec import RunSpec
 from fp8parity.token_meta import TokenMeta
@@ -60,9 +53,10 @@ class RunOrder:
     checkpoint_every: int
 
     @property
-    def study_dir(self) -> Path:
-        """The study directory, two levels up."""
-        return self.run_dir.resolve().parent.parent
+    def study_dir(self) -> Path | None:
+        """The study directory, two levels up, or None for a run directory that stands alone."""
+        above = self.run_dir.resolve().parent.parent
+        return above if (above / schema.STUDY_FILE).exists() else None
 
 
 def read_order(run_dir: Path) -> RunOrder:
@@ -160,7 +154,8 @@ def _session(order: RunOrder) -> _Session:
     problems = version_problems(found, spec, device)
     if problems:
         raise UsageError("\n".join(problems))
-    environment.claim(order.study_dir, found)
+    if order.study_dir is not None:
+        environment.claim(order.study_dir, found)
     tokens, meta = open_tokens(order.data_path, spec.data.sha256)
     try:
         vocab_rows = spec.model.resolve_vocab(meta.vocab_size)

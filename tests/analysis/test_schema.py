@@ -19,7 +19,8 @@ def test_run_directory() -> None:
     )  # fmt: skip
     assert schema.MANIFEST_KEYS == (
         "schema_version", "run_id", "spec_hash", "status", "steps_done", "first_nonfinite_step", "tokens",
-        "data_sha256", "init_digest", "environment", "conversion", "execution", "effective", "started_at", "finished_at",
+        "data_sha256", "init_digest", "environment", "conversion", "execution", "effective", "started_at",
+        "finished_at",
         "wall_seconds", "resumes", "throughput_tokens_per_s", "model", "notes",
     )  # fmt: skip
     assert schema.CURVE_COLUMNS == (

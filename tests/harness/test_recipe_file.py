@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from fp8parity import matrix
 from fp8parity.errors import UsageError
-from fp8parity.recipe_file import dotted_keys, nearest, parse_fraction
+from fp8parity.problems import nearest
+from fp8parity.recipe_file import dotted_keys, parse_fraction
 from fp8parity.yaml_marks import load
 
 GOOD = """\

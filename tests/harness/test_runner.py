@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from fp8parity import runner
-from fp8parity.callbacks import HeldOutEvaluator, checkpoints
+from fp8parity.callbacks import HeldOutEvaluator
+from fp8parity.checkpointing import checkpoints
 from fp8parity.errors import InterruptedRunError, UsageError
 from fp8parity.module import LMModule
 from fp8parity_analysis import schema
@@ -300,6 +301,18 @@ def test_other_environment_is_refused(lay_out: LayOut) -> None:
     path.write_text(json.dumps({**document, "device": "another"}))
     with pytest.raises(UsageError, match="device: another != .*use another --out directory"):
         runner.train(dirs["rowwise-0"])
+
+
+def test_a_run_directory_may_stand_alone(lay_out: LayOut, tmp_path: Path) -> None:
+    run_dir = lay_out(SHORT)["bf16-0"]
+    alone = tmp_path / "elsewhere" / "deep" / run_dir.name
+    alone.mkdir(parents=True)
+    document = json.loads((run_dir / schema.SPEC_FILE).read_text())
+    document["data_path"] = str((run_dir / document["data_path"]).resolve())
+    (alone / schema.SPEC_FILE).write_text(json.dumps(document))
+    assert runner.train(alone) == 0
+    assert sorted(p.name for p in (tmp_path / "elsewhere").iterdir()) == ["deep"]
+    assert not (tmp_path / schema.ENVIRONMENT_FILE).exists()
 
 
 def test_cuda_asked_for_and_absent(lay_out: LayOut, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,102 @@
+"""Checkpoints between optimizer steps, and a clean stop on a signal."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import lightning as L
+
+from fp8parity.errors import InterruptedRunError
+from fp8parity.module import MicroBatch
+from fp8parity.recorder import CurveRecorder
+
+
+class Checkpointer(L.Callback):
+    """Saves by rename every `every` optimizer steps, after the rows up to that step are on the disk; keeps two."""
+
+    KEEP = 2
+
+    def __init__(self, recorder: CurveRecorder, directory: Path, every: int) -> None:
+        self.recorder = recorder
+        self.directory = directory
+        self.every = every
+        self._done = 0
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Do not save again what was just loaded."""
+        self._done = trainer.global_step
+
+    def on_train_batch_end(
+        self,
+        trainer: L.Trainer,
+        pl_module: L.LightningModule,
+        outputs: Any,
+        batch: MicroBatch,
+        batch_idx: int,
+    ) -> None:
+        """Save when the cadence says so; the last step needs no checkpoint."""
+        step = trainer.global_step
+        if step != self._done and step % self.every == 0 and step < self.recorder.spec.train.steps:
+            self.save(trainer)
+
+    def save(self, trainer: L.Trainer) -> None:
+        """Write a checkpoint of the current step."""
+        self._done = trainer.global_step
+        self.recorder.flush()
+        self.directory.mkdir(exist_ok=True)
+        target = self.directory / f"step-{trainer.global_step:09d}.ckpt"
+        temporary = target.with_suffix(".tmp")
+        try:
+            trainer.save_checkpoint(temporary)
+            os.replace(temporary, target)
+        finally:
+            temporary.unlink(missing_ok=True)
+        for old in checkpoints(self.directory)[: -self.KEEP]:
+            old.unlink()
+        self.recorder.restart_clock()
+
+
+def checkpoints(directory: Path) -> list[Path]:
+    """Return the checkpoint files, oldest first."""
+    return sorted(directory.glob("step-*.ckpt"))
+
+
+class StopOnSignal(L.Callback):
+    """SIGTERM and Ctrl-C end the run at the next optimizer step, with a checkpoint: run again to resume."""
+
+    def __init__(self, checkpointer: Checkpointer) -> None:
+        self.checkpointer = checkpointer
+        self.received: int | None = None
+        self._step = 0
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Take the signals from Lightning, which gives back the originals when it ends."""
+        self._step = trainer.global_step
+        signal.signal(signal.SIGTERM, self._note)
+        signal.signal(signal.SIGINT, self._note)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.received = number
+
+    def on_train_batch_end(
+        self,
+        trainer: L.Trainer,
+        pl_module: L.LightningModule,
+        outputs: Any,
+        batch: MicroBatch,
+        batch_idx: int,
+    ) -> None:
+        """Save and leave, between optimizer steps only."""
+        step = trainer.global_step
+        if self.received is None or step == self._step or step >= self.checkpointer.recorder.spec.train.steps:
+            self._step = step
+            return
+        self.checkpointer.save(trainer)
+        name = signal.Signals(self.received).name
+        raise InterruptedRunError(
+            f"{name} received: saved at step {step}; run the same command again to resume"
+        )

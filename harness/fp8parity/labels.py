@@ -1,0 +1,55 @@
+"""Short names of arms and cells: what varies in the matrix, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from fp8parity.spec import ModelSpec, RunSpec
+
+
+def varying(specs: Iterable[RunSpec], *, precision: bool) -> list[tuple[str, str]]:
+    """Return the (section, key) whose value differs between the specs, precision's or all others."""
+    seen: dict[tuple[str, str], set[str]] = {}
+    for spec in specs:
+        for section, values in spec.canonical().items():
+            if isinstance(values, dict) and (section == "precision") == precision:
+                for key, value in values.items():
+                    seen.setdefault((section, key), set()).add(repr(value))
+    return [path for path, values in seen.items() if len(values) > 1]
+
+
+def varying_within_recipes(cells: Sequence[RunSpec]) -> list[tuple[str, str]]:
+    """Return the precision keys that tell two arms of one recipe apart; a backend of its own needs no mention."""
+    by_recipe: dict[str, list[RunSpec]] = {}
+    for spec in cells:
+        by_recipe.setdefault(spec.precision.recipe, []).append(spec)
+    found = [path for specs in by_recipe.values() for path in varying(specs, precision=True)]
+    return list(dict.fromkeys(found))
+
+
+def arm_label(spec: RunSpec, varying: Sequence[tuple[str, str]]) -> str:
+    """Name an FP8 arm: the recipe, `nN` for N GEMMs kept at both ends, and any other key that varies."""
+    values = spec.canonical()["precision"]
+    parts = [values["recipe"]]
+    keys = [key for _, key in varying if key != "recipe"]
+    if {"keep_first", "keep_last"} & set(keys):
+        first, last = values["keep_first"], values["keep_last"]
+        parts.append(f"n{first}" if first == last else f"n{first}_{last}")
+    others = [key for key in keys if key not in ("keep_first", "keep_last")]
+    return "-".join([*parts, *(f"{key}={_short(values[key])}" for key in others)])
+
+
+def group_label(spec: RunSpec, varying: Sequence[tuple[str, str]]) -> str:
+    """Name a cell without its precision: the model, and any other key that varies."""
+    values = spec.canonical()
+    model_keys = set(ModelSpec.model_fields)
+    extra = [
+        (s, k) for s, k in varying if not (s == "model" and k in model_keys and spec.model.preset != "custom")
+    ]
+    return "-".join([spec.model.label, *(f"{k}={_short(values[s][k])}" for s, k in extra)])
+
+
+def _short(value: Any) -> str:
+    text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
+    return "".join(c if c.isalnum() or c in "._,-" else "_" for c in text) or "none"
