@@ -22,6 +22,7 @@ from typing import IO, Any
 
 from fp8parity.devices import visible_gpus
 from fp8parity.errors import EXIT_DIVERGED, EXIT_INTERRUPTED, EXIT_INVALID, EXIT_USAGE, InterruptedRunError
+from fp8parity.process import PARENT_PID
 from fp8parity_analysis import schema
 from fp8parity_analysis.json_files import read_json
 
@@ -132,6 +133,7 @@ class Launcher:
         extra = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), threads)
         sharing = -(-self.slots // max(1, len(self.gpus) or self.slots))
         extra["FP8PARITY_RUNS_PER_DEVICE"] = str(sharing)
+        extra[PARENT_PID] = str(os.getpid())
         if self.gpus:
             extra["CUDA_VISIBLE_DEVICES"] = self.gpus[job.slot % len(self.gpus)]
         return {**os.environ, **extra, "TORCHAO_FORCE_SKIP_LOADING_SO_FILES": "1"}

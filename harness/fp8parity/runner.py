@@ -27,6 +27,7 @@ from fp8parity.checkpointing import Checkpointer, StopOnSignal, checkpoints
 from fp8parity.data import BatchPlan, Tokens, held_out_rows, open_tokens, training_tokens
 from fp8parity.errors import EXIT_DIVERGED, InterruptedRunError, UsageError
 from fp8parity.module import LMModule, TokenDataModule
+from fp8parity.process import end_with_parent, sole_trainer
 from fp8parity.recorder import CurveRecorder
 from fp8parity.shapes import parameter_count
 from fp8parity.spec import RunSpec
@@ -272,35 +273,45 @@ def _manifest(session: _Session, started: datetime, seconds: float) -> dict[str,
     }
 
 
-def _exit_of(status: str) -> int:
-    return EXIT_DIVERGED if status == schema.Status.DIVERGED.value else 0
+def _ended(run_dir: Path) -> int | None:
+    """Return the exit code of a run that has its manifest, or None."""
+    path = run_dir / schema.MANIFEST_FILE
+    if not path.exists():
+        return None
+    return EXIT_DIVERGED if read_json(path)["status"] == schema.Status.DIVERGED.value else 0
+
+
+def _train_session(order: RunOrder) -> None:
+    """Train from the last checkpoint to the end and write the manifest."""
+    started, clock = datetime.now(UTC), time.perf_counter()
+    session = _session(order)
+    try:
+        if session.resume_from:
+            print(f"resuming from {session.resume_from.name}", flush=True)
+        _trainer(session).fit(session.module, session.data, ckpt_path=session.resume_from, weights_only=False)
+        session.recorder.flush()
+        session.recorder.writer.finish(_manifest(session, started, time.perf_counter() - clock))
+    finally:
+        session.recorder.writer.close()
+    for old in checkpoints(order.run_dir / schema.CHECKPOINT_DIR):
+        old.unlink()  # a finished run never resumes
 
 
 def train(run_dir: Path) -> int:
     """Train the run in `run_dir` to its end and return its exit code: 0 finished, 20 diverged.
 
     Does nothing when the manifest is already there. Raises `UsageError` before training when something does not
-    fit, `InterruptedRunError` on a signal or a full disk (run again to resume).
+    fit, `ExecutionMismatchError` when the run would not execute what it declares, `InterruptedRunError` on a signal,
+    a full disk, or another process at the same run (run again to resume).
     """
     _quiet()
     order = read_order(run_dir)
-    if (run_dir / schema.MANIFEST_FILE).exists():
-        return _exit_of(str(read_json(run_dir / schema.MANIFEST_FILE)["status"]))
-    _prepare_process(order.spec)
-    started, clock = datetime.now(UTC), time.perf_counter()
-    with _disk_full_is_interruption(run_dir):
-        session = _session(order)
-        try:
-            if session.resume_from:
-                print(f"resuming from {session.resume_from.name}", flush=True)
-            _trainer(session).fit(
-                session.module, session.data, ckpt_path=session.resume_from, weights_only=False
-            )
-            session.recorder.flush()
-            manifest = _manifest(session, started, time.perf_counter() - clock)
-            session.recorder.writer.finish(manifest)
-        finally:
-            session.recorder.writer.close()
-        for old in checkpoints(run_dir / schema.CHECKPOINT_DIR):
-            old.unlink()  # a finished run never resumes
-    return _exit_of(str(manifest["status"]))
+    end_with_parent()
+    with _disk_full_is_interruption(run_dir), sole_trainer(run_dir):
+        code = _ended(run_dir)
+        if code is None:
+            _prepare_process(order.spec)
+            _train_session(order)
+            code = _ended(run_dir)
+    assert code is not None
+    return code

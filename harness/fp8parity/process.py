@@ -1,0 +1,55 @@
+"""One process per run directory, and none that outlives its launcher. Imports no torch."""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from fp8parity.errors import InterruptedRunError
+
+LOCK_FILE = ".lock"
+
+PARENT_PID = "FP8PARITY_PARENT_PID"
+"""Set by the launcher to its own process id."""
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+def end_with_parent() -> None:
+    """Ask the kernel for a SIGTERM when the launcher dies, so that a worker saves and stops instead of going on alone.
+
+    Does nothing without a launcher, or where the kernel is not Linux.
+    """
+    parent = os.environ.get(PARENT_PID)
+    if parent is None or not hasattr(os, "sched_getaffinity"):
+        return
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != int(parent):  # it died before we could ask
+        raise InterruptedRunError("the launcher is gone; run the same command again to resume")
+
+
+@contextmanager
+def sole_trainer(run_dir: Path, *, patience_seconds: float = 60.0) -> Iterator[None]:
+    """Hold a run directory; `InterruptedRunError` when another process still trains it after `patience_seconds`.
+
+    The kernel frees the lock with the process, however it ends.
+    """
+    with (run_dir / LOCK_FILE).open("w") as handle:
+        deadline = time.monotonic() + patience_seconds
+        while True:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except OSError as error:
+                if time.monotonic() >= deadline:
+                    raise InterruptedRunError(
+                        f"{run_dir}: another process is training this run; stop it, or wait and run again"
+                    ) from error
+                time.sleep(0.2)
+        yield
