@@ -1,0 +1,282 @@
+"""What a night found: verdicts against BF16, steps against history, new, still failing or fixed, and what changed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from fp8parity_analysis.history import JUDGED, History, Night
+from fp8parity_analysis.history_series import FALSE_ALARMS_PER_NIGHT, Series, levels
+from fp8parity_analysis.history_steps import BAD_STATES, Replay, State, replay
+from fp8parity_analysis.schema import EXIT_OF_GATE, Gate
+
+NEW, STILL, FIXED, NOTICE = "new", "still failing", "fixed", "notice"
+
+_STATE_OF: Mapping[State, str] = {
+    State.NEW: NEW,
+    State.STILL: STILL,
+    State.FIXED: FIXED,
+    State.BETTER: NOTICE,
+    State.STILL_BETTER: NOTICE,
+    State.ADOPTED: NOTICE,
+}
+_BAD_GATES = (Gate.FAIL.value, Gate.INVALID.value)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing a night has to say. `state` is new, still failing, fixed or notice; `kind` step, check or crash.
+
+    `since`: the first night of the episode; `last_good`: the last night before it without a failure of this kind.
+    """
+
+    name: str
+    kind: str
+    state: str
+    text: str
+    since: str
+    last_good: str | None
+
+    @property
+    def failing(self) -> bool:
+        """Whether this is a failure tonight."""
+        return self.state in (NEW, STILL)
+
+
+@dataclass(frozen=True)
+class Change:
+    """A fact that differs between two nights, with both values."""
+
+    what: str
+    before: str
+    after: str
+
+
+@dataclass(frozen=True)
+class Tracked:
+    """The replay of one history: `names` [S], the judged nights [N], and plain numbers for text and pictures."""
+
+    nights: tuple[Night, ...]
+    names: tuple[str, ...]
+    replay: Replay
+
+
+@dataclass(frozen=True)
+class Assessment:
+    """Everything the latest night says, before it is laid out. `changes` is since `last_good`."""
+
+    night: Night
+    findings: tuple[Finding, ...]
+    last_good: Night | None
+    changes: tuple[Change, ...]
+    gate: Gate
+    regressed: bool
+    learning: tuple[str, ...]
+    tracked: Tracked
+
+    @property
+    def exit_code(self) -> int:
+        """0 pass, 10 fail or regression, 11 inconclusive, 12 invalid or crashed."""
+        return EXIT_OF_GATE[self.gate]
+
+
+def track(history: History, rate: float = FALSE_ALARMS_PER_NIGHT) -> Tracked:
+    """Replay every series over the judged nights; the rate is per night, over all series of that night."""
+    nights = tuple(night for night in history.nights if night.status == JUDGED)
+    names = tuple(dict.fromkeys(name for night in nights for name in night.series))
+    shape = (len(nights), len(names))
+    values, predicted = np.full(shape, np.nan), np.full(shape, np.nan)
+    alpha, restart = np.zeros(shape), np.zeros(shape, dtype=bool)
+    for t, night in enumerate(nights):
+        level = levels(night.series, rate) if night.series else {}
+        for j, name in enumerate(names):
+            item = night.series.get(name)
+            if item is not None:
+                values[t, j] = Series(name).scaled(item.value)
+                predicted[t, j] = math.nan if item.se is None else item.se
+                alpha[t, j] = level[name]
+    for before, name in history.accepted:
+        t = sum(night.status == JUDGED for night in history.nights[:before])
+        if name in names and t < len(nights):
+            restart[t, names.index(name)] = True
+    series = [Series(name) for name in names]
+    told = replay(
+        values[None],
+        alpha,
+        np.array([float(item.direction) for item in series]),
+        np.array([item.floor for item in series]),
+        predicted=predicted[None],
+        restart=restart,
+    )
+    return Tracked(nights, names, told)
+
+
+def _step_findings(tracked: Tracked) -> Iterator[Finding]:
+    t = len(tracked.nights) - 1
+    for j, name in enumerate(tracked.names):
+        state = State(int(tracked.replay.state[0, t, j]))
+        if state not in _STATE_OF:
+            continue
+        onset = int(tracked.replay.onset[0, t, j])
+        series = Series(name)
+        before = series.plain(float(tracked.replay.base[0, t, j]))
+        after = series.plain(float(tracked.replay.level[0, t, j]))
+        text = series.step_words(before, after)
+        if state is State.FIXED:
+            text = f"{series.title} is back at {series.show(after)}, beside {series.show(before)} before"
+        elif state is State.ADOPTED:
+            text += "; this is the normal from now on"
+        yield Finding(
+            name, "step", _STATE_OF[state], text, tracked.nights[onset].night, _good_before(tracked, onset, j)
+        )
+
+
+def _good_before(tracked: Tracked, onset: int, j: int) -> str | None:
+    """Return the last night before `onset` on which the series was seen and not failing."""
+    states = tracked.replay.state[0, :onset, j]
+    good = [
+        t for t, state in enumerate(states) if state != State.MISSING and State(int(state)) not in BAD_STATES
+    ]
+    return tracked.nights[good[-1]].night if good else None
+
+
+def _right(night: Night) -> dict[str, tuple[bool, str]]:
+    """Return everything of a night that is right or wrong: checks, gates and crashes, by name."""
+    found = {f"check/{name}": (item.ok, item.value) for name, item in night.checks.items()}
+    for cell in night.cells:
+        reason = f": {cell.reasons[0]}" if cell.reasons and cell.gate in _BAD_GATES else ""
+        found[f"verdict/{cell.recipe}"] = (cell.gate not in _BAD_GATES, f"{cell.outcome}{reason}")
+    return found
+
+
+def _check_findings(nights: Sequence[Night]) -> Iterator[Finding]:
+    """Compare what is right or wrong with the last night that has it."""
+    tonight = nights[-1]
+    for name, (ok, value) in _right(tonight).items():
+        past = [(night, _right(night)[name]) for night in nights[:-1] if name in _right(night)]
+        wrong = [night for night, (was_ok, _) in past if not was_ok]
+        last_good = next((night.night for night, (was_ok, _) in reversed(past) if was_ok), None)
+        was_ok = past[-1][1][0] if past else True
+        title = (
+            name.partition("/")[2]
+            if name.startswith("verdict/")
+            else name.removeprefix("check/").replace("/", " of ", 1)
+        )
+        if not ok:
+            since = tonight.night if was_ok else _start_of_run(past)
+            yield Finding(name, "check", NEW if was_ok else STILL, f"{title}: {value}", since, last_good)
+        elif not was_ok:
+            yield Finding(name, "check", FIXED, f"{title}: {value}", wrong[-1].night, tonight.night)
+        elif past and name.startswith("check/") and past[-1][1][1] != value:
+            text = f"{title} changed from {past[-1][1][1]!r} to {value!r}"
+            yield Finding(name, "check", NOTICE, text, tonight.night, last_good)
+
+
+def _start_of_run(past: Sequence[tuple[Night, tuple[bool, str]]]) -> str:
+    """Return the first night of the unbroken run of failures that `past` ends with."""
+    start = past[-1][0].night
+    for night, (ok, _) in reversed(past):
+        if ok:
+            break
+        start = night.night
+    return start
+
+
+def _crash_findings(nights: Sequence[Night]) -> Iterator[Finding]:
+    tonight, past = nights[-1], nights[:-1]
+    for name, why in tonight.crashed.items():
+        good = [t for t, night in enumerate(past) if name not in night.crashed]
+        start = good[-1] + 1 if good else 0
+        state = STILL if start < len(past) else NEW
+        last_good = nights[good[-1]].night if good else None
+        yield Finding(
+            f"crash/{name}", "crash", state, f"{name} crashed: {why}", nights[start].night, last_good
+        )
+    for name in past[-1].crashed if past else ():
+        if name not in tonight.crashed:
+            text = f"{name} ran to its end again"
+            yield Finding(f"crash/{name}", "crash", FIXED, text, past[-1].night, tonight.night)
+    yield from _missing(nights)
+
+
+def _missing(nights: Sequence[Night]) -> Iterator[Finding]:
+    """Name the cells of the last judged night that tonight does not have at all."""
+    tonight = nights[-1]
+    if len(nights) < 2:
+        return
+    same = nights[-2].facts.get("recipe sha256") == tonight.facts.get("recipe sha256")
+    have = {cell.recipe for cell in tonight.cells}
+    for cell in nights[-2].cells:
+        if cell.recipe not in have:
+            state, words = (
+                (NEW, "has no runs tonight") if same else (NOTICE, "is no longer in the recipe file")
+            )
+            yield Finding(
+                f"missing/{cell.recipe}",
+                "crash",
+                state,
+                f"{cell.recipe} {words}",
+                tonight.night,
+                nights[-2].night,
+            )
+
+
+def changes_between(before: Night, after: Night) -> tuple[Change, ...]:
+    """Return every fact that differs, with both values; a fact that one night lacks is `absent`."""
+    names = list(dict.fromkeys([*after.facts, *before.facts]))
+    pairs = [(name, before.facts.get(name, "absent"), after.facts.get(name, "absent")) for name in names]
+    return tuple(Change(*pair) for pair in pairs if pair[1] != pair[2])
+
+
+_ORDER = {NEW: 0, STILL: 1, FIXED: 2, NOTICE: 3}
+
+
+def assess(history: History, rate: float = FALSE_ALARMS_PER_NIGHT) -> Assessment:
+    """Return what the last night of `history`, which must not be empty, says."""
+    tonight = history.nights[-1]
+    tracked = track(history, rate)
+    if tonight.status != JUDGED:
+        last = tracked.nights[-1] if tracked.nights else None
+        changes = changes_between(last, tonight) if last else ()
+        text = f"no verdict tonight: {tonight.reason}"
+        finding = Finding("night", "crash", NEW, text, tonight.night, last.night if last else None)
+        return Assessment(tonight, (finding,), last, changes, Gate.INVALID, False, (), tracked)
+    found = [*_crash_findings(tracked.nights), *_check_findings(tracked.nights), *_step_findings(tracked)]
+    findings = tuple(sorted(found, key=lambda item: _ORDER[item.state]))
+    last_good = _last_good(tracked.nights, findings)
+    last = len(tracked.nights) - 1
+    learning = tuple(
+        name for j, name in enumerate(tracked.names) if tracked.replay.state[0, last, j] == State.LEARNING
+    )
+    regressed = any(item.failing and item.kind == "step" for item in findings)
+    return Assessment(
+        tonight,
+        findings,
+        last_good,
+        changes_between(last_good, tonight) if last_good else (),
+        _gate(tonight, findings),
+        regressed,
+        learning,
+        tracked,
+    )
+
+
+def _last_good(nights: Sequence[Night], findings: Sequence[Finding]) -> Night | None:
+    """Return the last night before everything that fails tonight; last night if nothing does."""
+    starts = [item.since for item in findings if item.failing]
+    order = {night.night: t for t, night in enumerate(nights)}
+    end = min((order[name] for name in starts if name in order), default=len(nights) - 1)
+    return nights[end - 1] if end > 0 else None
+
+
+def _gate(night: Night, findings: Sequence[Finding]) -> Gate:
+    failing = [item for item in findings if item.failing]
+    gates = {cell.gate for cell in night.cells}
+    if not night.cells or Gate.INVALID.value in gates or any(item.kind == "crash" for item in failing):
+        return Gate.INVALID
+    if failing or Gate.FAIL.value in gates:
+        return Gate.FAIL
+    return Gate.INCONCLUSIVE if Gate.INCONCLUSIVE.value in gates else Gate.PASS

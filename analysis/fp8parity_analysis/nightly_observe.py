@@ -1,0 +1,130 @@
+"""From the runs and verdicts of one night to the line that the history keeps."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from fp8parity_analysis import schema
+from fp8parity_analysis.history import Cell, Check, Observation
+from fp8parity_analysis.report_facts import speeds_of
+from fp8parity_analysis.study_runs import StudyRuns, first_of, median_of
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from fp8parity_analysis.store import RunRecord
+    from fp8parity_analysis.verdict import Judgement, Verdict
+
+TAIL_FRACTION = 0.10
+
+
+def cells_of(judgement: Judgement) -> tuple[Cell, ...]:
+    """Return one cell per recipe; null arms are noise, not cells, unless there is nothing else."""
+    only_nulls = all(item.recipe in judgement.null_recipes for item in judgement.verdicts)
+    return tuple(
+        Cell(
+            item.recipe,
+            item.outcome.value,
+            item.gate.value,
+            item.gap,
+            item.interval,
+            item.n_seeds,
+            item.reasons,
+        )
+        for item in judgement.verdicts
+        if only_nulls or item.recipe not in judgement.null_recipes
+    )
+
+
+def series_of(
+    judgement: Judgement, records: Sequence[RunRecord], tensor: Mapping[str, float] | None = None
+) -> dict[str, Observation]:
+    """Return the monitored numbers of a night; what is not known is left out.
+
+    `tensor` maps names such as `rowwise/blocks.3.mlp.down/weight/sqnr_db` to numbers.
+    """
+    runs = StudyRuns.of(records)
+    speeds = speeds_of(runs)
+    found: dict[str, float | None] = {}
+    predicted: dict[str, float | None] = {}
+    for verdict in judgement.verdicts:
+        if verdict.recipe in judgement.null_recipes:
+            continue
+        controls = runs.controls_of(verdict.recipe)
+        group = str(controls[0].spec["group"]) if controls else "all"
+        sd = _null_sd(verdict)
+        found[f"gap/{verdict.recipe}"] = verdict.gap
+        predicted[f"gap/{verdict.recipe}"] = _over_root(sd, verdict.n_seeds / 2)
+        found[f"speedup/{verdict.recipe}"] = speeds.get(verdict.recipe)
+        found[f"noise/{group}"] = sd
+        found[f"loss/{group}"] = control_loss(controls)
+        predicted[f"loss/{group}"] = _over_root(sd, len(controls))
+        found[f"speed/{group}"] = median_of(controls, "throughput_tokens_per_s")
+    found |= {f"tensor/{name}": float(value) for name, value in (tensor or {}).items()}
+    return {
+        name: Observation(value, predicted.get(name))
+        for name, value in found.items()
+        if value is not None and math.isfinite(value)
+    }
+
+
+def _null_sd(verdict: Verdict) -> float | None:
+    sd = (verdict.noise_floor.get("control_run") or {}).get("sd")
+    return None if sd is None or not math.isfinite(sd) else float(sd)
+
+
+def _over_root(sd: float | None, n: float) -> float | None:
+    return sd / math.sqrt(n) if sd is not None and n > 0 else None
+
+
+def control_loss(controls: Sequence[RunRecord]) -> float | None:
+    """Return the geometric mean over control runs of the held-out loss in the last tenth of their evaluations."""
+    logs = [value for value in (_tail_log(record) for record in controls) if value is not None]
+    return math.exp(sum(logs) / len(logs)) if logs else None
+
+
+def _tail_log(record: RunRecord) -> float | None:
+    rows = record.evals
+    rows = rows[(rows["split"] == schema.HELD_OUT) & (rows["eval_precision"] == schema.EVAL_BF16)]
+    losses = [float(value) for value in rows.sort_values("step")["loss"]]
+    tail = losses[-max(1, math.ceil(TAIL_FRACTION * len(losses))) :]
+    if not tail or any(not math.isfinite(value) or value <= 0 for value in tail):
+        return None
+    return sum(math.log(value) for value in tail) / len(tail)
+
+
+def checks_of(
+    judgement: Judgement, records: Sequence[RunRecord], selftest: Mapping[str, Any] | None = None
+) -> dict[str, Check]:
+    """Return what is right or wrong: the proof that FP8 ran, by recipe, and the self test where there is one."""
+    runs = StudyRuns.of(records)
+    found = {}
+    for verdict in judgement.verdicts:
+        if verdict.recipe not in judgement.null_recipes and runs.tests_of(verdict.recipe):
+            proof = first_of(runs.tests_of(verdict.recipe), "execution")
+            if proof:
+                found[f"execution/{verdict.recipe}"] = _proof(proof)
+    if selftest is not None:
+        ok = bool(selftest.get("ok"))
+        found["selftest"] = Check(ok, str(selftest.get("summary") or ("passed" if ok else "failed")))
+    return found
+
+
+def _proof(proof: Mapping[str, Any]) -> Check:
+    differences = [str(text) for text in proof.get("differences") or ()]
+    ok = bool(proof.get("proven", not differences))
+    words = f"proven, {proof.get('as_trained')} FP8 GEMMs a step" if ok else "not proven"
+    return Check(ok, "; ".join([words, *differences]))
+
+
+def crashed_of(records: Sequence[RunRecord], reasons: Mapping[str, str]) -> dict[str, str]:
+    """Return the runs without an end, by a name that is the same every night, and why."""
+    return {
+        f"{record.spec['group']}/{record.spec['arm']} seed {record.spec['seed']}"
+        + (f" replica {record.spec['replica']}" if record.spec["replica"] else ""): reasons.get(
+            record.run_id, "no manifest was written"
+        )
+        for record in records
+        if record.manifest is None
+    }

@@ -1,0 +1,76 @@
+"""The trend of one series over the nights as an inline SVG."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from fp8parity_analysis.history_series import Series
+from fp8parity_analysis.history_steps import State
+from fp8parity_analysis.svg import colour, to_svg
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from fp8parity_analysis.history_findings import Tracked
+
+SHOWN_NIGHTS = 60
+_MARKS = {  # state: colour, marker; told by shape, colour repeats it
+    State.NEW: ("fail", "s"),
+    State.STILL: ("fail", "s"),
+    State.FIXED: ("pass", "D"),
+    State.BETTER: ("control", "^"),
+    State.STILL_BETTER: ("control", "^"),
+    State.ADOPTED: ("control", "^"),
+    State.LEARNING: ("null", "o"),
+    State.GOOD: ("pass", "o"),
+}
+
+
+def trend(tracked: Tracked, name: str, key: str) -> str:
+    """Return the last nights of one series: values, the baseline they were held against, changes of versions."""
+    from matplotlib.figure import Figure
+
+    j = tracked.names.index(name)
+    first = max(0, len(tracked.nights) - SHOWN_NIGHTS)
+    nights = range(first, len(tracked.nights))
+    series = Series(name)
+    factor = 100.0 if series.kind.name in ("gap", "noise") else 1.0
+    figure = Figure(figsize=(5.2, 1.9), layout="constrained")
+    axes = figure.add_subplot()
+    base = [series.plain(float(tracked.replay.base[0, t, j])) * factor for t in nights]
+    axes.plot(list(nights), base, color=colour("muted"), linewidth=1, linestyle=(0, (4, 2.5)))
+    for t in nights:
+        item = tracked.nights[t].series.get(name)
+        if item is not None:
+            role, marker = _MARKS[State(int(tracked.replay.state[0, t, j]))]
+            size = 5.5 if marker != "o" else 3.6
+            axes.plot(
+                [t], [item.value * factor], marker, color=colour(role), markersize=size, markeredgewidth=0
+            )
+    for t in nights:
+        if t > 0 and tracked.nights[t].facts != tracked.nights[t - 1].facts:
+            axes.axvline(t - 0.5, color=colour("line"), linewidth=1.4, zorder=0)
+    _dress(axes, [tracked.nights[t].night for t in nights], first, "%" if factor != 1 else _unit(series))
+    return to_svg(figure, key, f"{series.title} over the last {len(nights)} nights")
+
+
+def _unit(series: Series) -> str:
+    return {"speed": "tokens/s", "loss": "nats", "speedup": "ratio"}.get(series.kind.name, "")
+
+
+def _dress(axes: object, names: Sequence[str], first: int, unit: str) -> None:
+    from matplotlib.axes import Axes
+    from matplotlib.ticker import MaxNLocator
+
+    assert isinstance(axes, Axes)
+    places = sorted({math.floor(i * (len(names) - 1) / 3) for i in range(4)}) if names else []
+    axes.set_xticks([first + place for place in places], [names[place][5:] for place in places])
+    axes.set_xlim(first - 0.7, first + len(names) - 0.3)
+    axes.yaxis.set_major_locator(MaxNLocator(4))
+    axes.ticklabel_format(axis="y", useOffset=False, style="plain")
+    axes.set_ylabel(unit, color=colour("muted"), fontsize=9)
+    axes.tick_params(colors=colour("muted"), labelsize=9, length=0)
+    axes.grid(axis="y", color=colour("line"), linewidth=0.7)
+    for side in axes.spines.values():
+        side.set_visible(False)
