@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from rich.console import Console
@@ -27,29 +28,53 @@ def _raise_on_refusal(states: list[RunState]) -> None:
         )
 
 
-def run_study(recipe: Path, out: Path, *, slots: int | None, any_verdict: bool) -> int:
+def _check_mlflow(out: Path, uri: str | None) -> None:
+    """Refuse an address that cannot work before anything trains."""
+    if uri is not None:
+        from fp8parity_analysis.mlflow_follow import target_of
+
+        target_of(out, uri)
+
+
+def _mirrored(out: Path, uri: str | None) -> AbstractContextManager[None]:
+    if uri is None:
+        return nullcontext()
+    from fp8parity_analysis.mlflow_follow import followed
+
+    return followed(out, uri, lambda words: print(f"fp8parity: warning: {words}", file=sys.stderr))
+
+
+def run_study(
+    recipe: Path, out: Path, *, slots: int | None, any_verdict: bool, mlflow_uri: str | None = None
+) -> int:
     """Train what is missing, judge everything, write the report; return the exit code of the worst gate.
 
     With `any_verdict` a valid comparison exits 0 whatever it found. A crashed run leaves the others standing and
-    makes its own comparison INVALID. Raises the errors of `matrix.read`, `study.lay_out` and `launch.launch`.
+    makes its own comparison INVALID. With `mlflow_uri` a process of its own mirrors the study meanwhile; MLflow's
+    failures are a warning. Raises the errors of `matrix.read`, `study.lay_out` and `launch.launch`.
     """
     console = Console()
+    _check_mlflow(out, mlflow_uri)
     plan = matrix.read(recipe)
     with study.lock(out):
         run_dirs = study.lay_out(plan, out)
-        done = sum((path / schema.MANIFEST_FILE).exists() for path in run_dirs)
-        train = plan.runs[0].spec.train
-        n_slots = slots or plan.runtime.slots or default_slots(train.device, train.threads)
-        words = f"{len(run_dirs)} runs, {done} already finished"
-        console.print(
-            f"{plan.name}: {words}" + (f", {n_slots} at a time" if done < len(run_dirs) else ""), markup=False
-        )
-        if done < len(run_dirs):
-            with live_runs(console, done) as on_change:
-                _raise_on_refusal(
-                    launch(out, run_dirs, slots=n_slots, use_gpus=train.device != "cpu", on_change=on_change)
-                )
-        return _judge_and_report(out, console, any_verdict=any_verdict)
+        with _mirrored(out, mlflow_uri):
+            done = sum((path / schema.MANIFEST_FILE).exists() for path in run_dirs)
+            train = plan.runs[0].spec.train
+            n_slots = slots or plan.runtime.slots or default_slots(train.device, train.threads)
+            words = f"{len(run_dirs)} runs, {done} already finished"
+            console.print(
+                f"{plan.name}: {words}" + (f", {n_slots} at a time" if done < len(run_dirs) else ""),
+                markup=False,
+            )
+            if done < len(run_dirs):
+                with live_runs(console, done) as on_change:
+                    _raise_on_refusal(
+                        launch(
+                            out, run_dirs, slots=n_slots, use_gpus=train.device != "cpu", on_change=on_change
+                        )
+                    )
+            return _judge_and_report(out, console, any_verdict=any_verdict)
 
 
 def _judge_and_report(out: Path, console: Console, *, any_verdict: bool) -> int:
