@@ -247,9 +247,9 @@ def assess(history: History, rate: float = FALSE_ALARMS_PER_NIGHT) -> Assessment
     found = [*_crash_findings(tracked.nights), *_check_findings(tracked.nights), *_step_findings(tracked)]
     findings = tuple(sorted(found, key=lambda item: _ORDER[item.state]))
     last_good = _last_good(tracked.nights, findings)
-    last = len(tracked.nights) - 1
+    latest = len(tracked.nights) - 1
     learning = tuple(
-        name for j, name in enumerate(tracked.names) if tracked.replay.state[0, last, j] == State.LEARNING
+        name for j, name in enumerate(tracked.names) if tracked.replay.state[0, latest, j] == State.LEARNING
     )
     regressed = any(item.failing and item.kind == "step" for item in findings)
     return Assessment(
@@ -265,8 +265,9 @@ def assess(history: History, rate: float = FALSE_ALARMS_PER_NIGHT) -> Assessment
 
 
 def _last_good(nights: Sequence[Night], findings: Sequence[Finding]) -> Night | None:
-    """Return the last night before everything that fails tonight; last night if nothing does."""
-    starts = [item.since for item in findings if item.failing]
+    """Return the last night before what is new tonight, else before what still fails, else last night."""
+    new = [item.since for item in findings if item.state == NEW]
+    starts = new or [item.since for item in findings if item.failing]
     order = {night.night: t for t, night in enumerate(nights)}
     end = min((order[name] for name in starts if name in order), default=len(nights) - 1)
     return nights[end - 1] if end > 0 else None

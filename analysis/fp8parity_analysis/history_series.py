@@ -52,7 +52,7 @@ def _loss(value: float) -> str:
 
 
 def _four(value: float) -> str:
-    return f"{value:.4g}"
+    return f"{value:#.4g}".rstrip(".")
 
 
 KINDS: Mapping[str, Kind] = {

@@ -205,8 +205,10 @@ def summary(model: NightlyModel) -> str:
         escape(model.headline),
         "",
     ]
-    for item in found.findings:
-        lines.append(f"- **{_BADGE[item.state][1]}:** {escape(item.text)} ({escape(_when(item))})")
+    lines += [
+        f"- **{_BADGE[item.state][1]}:** {escape(item.text)} ({escape(_when(item))})"
+        for item in found.findings
+    ]
     for table in (model.cells, model.changes):
         if table:
             lines += [
