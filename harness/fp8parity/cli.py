@@ -68,11 +68,15 @@ def run(
     any_verdict: Annotated[
         bool, typer.Option("--any-verdict", help="Exit 0 for every valid verdict, whatever it says.")
     ] = False,
+    mlflow_uri: Annotated[
+        str | None,
+        typer.Option("--mlflow", metavar="URI", help="Mirror into MLflow meanwhile; local: OUT/mlflow.db."),
+    ] = None,
 ) -> None:
     """Train the matrix, judge it and write the report: the main job. Safe to run again, it resumes."""
     from fp8parity.study_run import run_study
 
-    raise typer.Exit(run_study(recipe, out, slots=slots, any_verdict=any_verdict))
+    raise typer.Exit(run_study(recipe, out, slots=slots, any_verdict=any_verdict, mlflow_uri=mlflow_uri))
 
 
 @app.command()
@@ -165,6 +169,37 @@ def report(study: Annotated[Path, typer.Argument(help="A study directory.")]) ->
 
     for path in write_results(study, judge_study(study, {})):
         typer.echo(str(path))
+
+
+@app.command("mlflow")
+def mirror_into_mlflow(
+    study: Annotated[Path, typer.Argument(help="A study directory, finished or not.")],
+    uri: Annotated[
+        str | None,
+        typer.Option("--uri", help="Tracking address.", show_default="sqlite, mlflow.db in the study"),
+    ] = None,
+) -> None:
+    """Copy a study into MLflow. Repeatable: only what is new is written."""
+    from fp8parity_analysis.mlflow_mirror import mirror
+
+    done = mirror(study, uri)
+    typer.echo(
+        f"{done.uri}: {done.runs} runs in experiment {done.experiment_id}, {done.points_written:,} new points"
+    )
+
+
+@app.command()
+def ui(
+    study: Annotated[Path, typer.Argument(help="A study directory, finished or not.")],
+    port: Annotated[
+        int | None, typer.Option(min=1, max=65535, help="Port on loopback.", show_default="a free one")
+    ] = None,
+    no_browser: Annotated[bool, typer.Option("--no-browser", help="Print the link, open nothing.")] = False,
+) -> None:
+    """Mirror into MLflow, serve it on loopback and open the charts, grouped by recipe."""
+    from fp8parity.ui import show
+
+    show(study, port=port, browser=not no_browser, say=lambda words: typer.echo(words))
 
 
 @app.command()
