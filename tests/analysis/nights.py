@@ -16,7 +16,6 @@ from fp8parity_analysis.history_series import Series, levels
 from fp8parity_analysis.history_steps import Replay, replay
 
 RECIPES = ("tensorwise", "rowwise")
-LAYERS = 12
 
 
 @dataclass(frozen=True)
@@ -26,6 +25,7 @@ class World:
     seeds: int = 3
     controls: int = 2
     nights: int = 30
+    layers: int = 3
     run_sd: float = 0.00145
     speed_sd: float = 0.01
     sqnr_sd: float = 0.05
@@ -68,7 +68,7 @@ def simulate(rng: np.random.Generator, replicates: int, world: World = World()) 
         found[f"gap/{recipe}"] = (test - control_mean).mean(-1) + interaction
         predicted[f"gap/{recipe}"] = sd * np.sqrt((1 + 1 / world.controls) / world.seeds)
         found[f"speedup/{recipe}"] = 1.25 * np.exp(world.speed_sd * rng.standard_normal(shape))
-        for layer in range(LAYERS):
+        for layer in range(world.layers):
             name = f"tensor/{recipe}/blocks.{layer}.mlp.down/weight/sqnr_db"
             found[name] = 31.0 + world.sqnr_sd * rng.standard_normal(shape)
     nothing = np.full(shape, np.nan)
@@ -91,13 +91,13 @@ def scaled(simulated: Simulated) -> np.ndarray:
     return np.stack(columns, -1)
 
 
-def replayed(simulated: Simulated) -> Replay:
+def replayed(simulated: Simulated, *, floors: bool = True) -> Replay:
     """Run the step detection over all histories at once, with the levels and directions of the real nightly."""
     series = [Series(name) for name in simulated.names]
     level = levels(simulated.names)
     alpha = np.tile([level[name] for name in simulated.names], (simulated.values.shape[1], 1))
     direction = np.array([float(item.direction) for item in series])
-    floor = np.array([item.floor for item in series])
+    floor = np.array([item.floor if floors else 0.0 for item in series])
     return replay(scaled(simulated), alpha, direction, floor, predicted=simulated.predicted)
 
 

@@ -1,0 +1,164 @@
+"""The words of a night: new, fixed, still failing, and what changed."""
+
+from __future__ import annotations
+
+import json
+import xml.etree.ElementTree as ET
+from collections.abc import Callable
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+
+import nights as sim
+import numpy as np
+import pytest
+
+from fp8parity_analysis import nightly_report
+from fp8parity_analysis.history import KILLED, Check, History, Night
+from fp8parity_analysis.history_findings import Assessment, assess
+from fp8parity_analysis.schema import Gate
+
+SQNR = "tensor/rowwise/blocks.1.mlp.down/weight/sqnr_db"
+Change = Callable[[Night], Night]
+
+
+def told(
+    upto: int, simulated: sim.Simulated | None = None, change: Change | None = None, at: int = 20
+) -> Assessment:
+    """Assess the nights up to `upto`; `change` alters the nights from number `at` on."""
+    simulated = simulated or sim.simulate(np.random.default_rng(3), 1)
+    nights = sim.records(simulated)[:upto]
+    if change:
+        nights = [change(night) if t + 1 >= at else night for t, night in enumerate(nights)]
+    return assess(History(tuple(nights)))
+
+
+def base() -> sim.Simulated:
+    return sim.simulate(np.random.default_rng(3), 1)
+
+
+def test_quiet_nights_pass_and_say_nothing() -> None:
+    found = told(19)
+    assert (found.findings, found.gate, found.exit_code) == ((), Gate.PASS, 0)
+
+
+def test_a_throughput_fall_of_ten_per_cent_is_told_on_its_night_and_still_fails_after() -> None:
+    slow = base().shifted("speedup/rowwise", 20, 0.0, times=0.9)
+    (finding,) = told(20, slow).findings
+    assert finding.state == "new"
+    assert "throughput of rowwise over BF16 fell by" in finding.text
+    assert (finding.since, finding.last_good) == ("2025-01-20", "2025-01-19")
+    assert told(20, slow).exit_code == 10
+    (later,) = told(22, slow).findings
+    assert (later.state, later.since) == ("still failing", "2025-01-20")
+
+
+def test_a_torchao_upgrade_that_breaks_a_layer_is_told_with_both_versions() -> None:
+    found = told(
+        20,
+        base().shifted(SQNR, 20, -9.0),
+        lambda night: replace(night, facts={**night.facts, "torchao": "0.19.0"}),
+    )
+    (finding,) = found.findings
+    assert finding.state == "new"
+    assert finding.text.startswith("rowwise/blocks.1.mlp.down/weight/sqnr_db fell by ")
+    assert [(c.what, c.before, c.after) for c in found.changes] == [("torchao", "0.18.0", "0.19.0")]
+    assert found.exit_code == 10
+
+
+def test_a_half_per_cent_gap_is_told_within_two_nights() -> None:
+    worse = base().shifted("gap/rowwise", 20, 0.005)
+    (finding,) = told(21, worse).findings
+    assert finding.text.startswith("gap of rowwise rose by 0.")
+    assert finding.failing
+
+
+def test_a_crashed_cell_is_named_once_then_still_then_fixed() -> None:
+    def crash(night: Night) -> Night:
+        return replace(night, crashed={"25m/rowwise seed 1": "exit code 139"})
+
+    found = told(20, change=crash)
+    assert found.findings[0].text == "25m/rowwise seed 1 crashed: exit code 139"
+    assert (found.findings[0].state, found.exit_code) == ("new", 12)
+    assert told(21, change=crash).findings[0].state == "still failing"
+    nights = sim.records(base())[:21]
+    nights[19] = crash(nights[19])
+    fixed = assess(History(tuple(nights)))
+    assert [(item.state, item.text) for item in fixed.findings] == [
+        ("fixed", "25m/rowwise seed 1 ran to its end again")
+    ]
+    assert fixed.exit_code == 0
+
+
+def test_a_cell_without_runs_is_missing_unless_the_recipe_changed() -> None:
+    def drop(night: Night) -> Night:
+        return replace(night, cells=night.cells[:1])
+
+    found = told(20, change=drop)
+    assert (found.findings[0].text, found.exit_code) == ("rowwise has no runs tonight", 12)
+    found = told(20, change=lambda n: replace(drop(n), facts={**n.facts, "recipe sha256": "b"}))
+    assert found.findings[0].state == "notice"
+
+
+def test_execution_that_is_no_longer_proven_is_a_failure() -> None:
+    def unproven(night: Night) -> Night:
+        return replace(
+            night, checks={**night.checks, "execution/rowwise": Check(False, "not proven; 0 GEMMs ran")}
+        )
+
+    found = told(20, change=unproven)
+    assert [item.text for item in found.findings] == ["execution of rowwise: not proven; 0 GEMMs ran"]
+    assert found.exit_code == 10
+
+
+@pytest.mark.parametrize(("gate", "code"), [("fail", 10), ("inconclusive", 11), ("invalid", 12)])
+def test_the_verdict_against_bf16_counts_as_well(gate: str, code: int) -> None:
+    def worse(night: Night) -> Night:
+        return replace(night, cells=(replace(night.cells[0], gate=gate, outcome="X"), *night.cells[1:]))
+
+    assert told(20, change=worse).exit_code == code
+
+
+def test_a_killed_night_has_no_verdict_and_does_no_harm_to_the_next() -> None:
+    nights = sim.records(base())[:20]
+    killed = Night("2025-01-21", KILLED, reason="killed")
+    found = assess(History((*nights, killed)))
+    assert (found.gate, found.findings[0].text) == (Gate.INVALID, "no verdict tonight: killed")
+    assert assess(History((*nights[:-1], killed, nights[-1]))).exit_code == 0
+
+
+def test_an_accepted_level_is_the_new_normal() -> None:
+    slow = base().shifted("speedup/rowwise", 15, 0.0, times=0.9)
+    nights = tuple(sim.records(slow)[:25])
+    assert assess(History(nights)).exit_code == 10
+    assert assess(History(nights, accepted=((14, "speedup/rowwise"),))).exit_code == 0
+
+
+class Strict(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.references: list[str] = []
+        self.tags: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.references += [value or "" for key, value in attrs if key in ("src", "href")]
+
+
+def test_every_file_escapes_what_it_is_told_and_refers_to_nothing_outside(tmp_path: Path) -> None:
+    evil = "<script>alert(1)</script>]]>\x00 | `x`"
+    nights = sim.records(base())[:20]
+    nights[-1] = replace(nights[-1], crashed={evil: evil}, facts={**nights[-1].facts, "driver": evil})
+    model = nightly_report.build(History(tuple(nights)), "night & day")
+    nightly_report.write(tmp_path, model)
+    parser = Strict()
+    parser.feed((tmp_path / "nightly.html").read_text())
+    assert "script" not in parser.tags
+    assert all(reference.startswith("#") for reference in parser.references)
+    suite = ET.parse(tmp_path / "junit.xml").getroot()[0]
+    assert suite.attrib["errors"] == "1"
+    assert len(suite.findall("testcase")) == int(suite.attrib["tests"]) == 3
+    document = json.loads((tmp_path / "nightly.json").read_text())
+    assert document["findings"][0]["kind"] == "crash"
+    assert document["exit_code"] == 12
+    assert "<script>" not in (tmp_path / "summary.md").read_text()
