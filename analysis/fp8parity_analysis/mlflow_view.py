@@ -10,15 +10,13 @@ VIEW_TAG = f"mlflow.sharedViewState.{VIEW_KEY}"
 """MLflow's own *share view* keeps a page's state in an experiment tag; the link names the key."""
 
 _SECTIONS = (
-    ("gap", "Gap to BF16 of the same seed (percent, positive is worse)", ("pair/gap_percent",)),
-    ("held_out", "Held-out loss (BF16 forward; the arm's own forward)", ("held_out/bf16", "held_out/arm")),
+    ("gap", "Gap to BF16, %", ("pair/gap_percent",)),
+    ("held_out", "Held-out loss", ("held_out/bf16", "held_out/arm")),
     ("train", "Training", ("train/loss", "train/grad_norm", "train/lr", "train/step_time")),
 )
 
 
-def _line(metric: str, section: str, window: tuple[float, float] | None) -> dict[str, Any]:
-    low, high = window or (None, None)
-    bounds = {} if low is None else {"yMin": low, "yMax": high}
+def _line(metric: str, section: str) -> dict[str, Any]:
     return {
         "uuid": f"fp8-{metric}",
         "type": "LINE",
@@ -31,7 +29,7 @@ def _line(metric: str, section: str, window: tuple[float, float] | None) -> dict
         "lineSmoothness": 0,
         "xAxisScaleType": "linear",
         "scaleType": "linear",
-        "range": bounds,
+        "range": {},
         "xAxisKey": "step",
         "selectedXAxisMetricKey": "",
         "yAxisKey": "metric",
@@ -47,7 +45,10 @@ def view_state() -> str:
     state = {
         "groupBy": {
             "aggregateFunction": "average",
-            "groupByKeys": [{"mode": "param", "groupByData": "recipe"}],
+            "groupByKeys": [
+                {"mode": "param", "groupByData": "recipe"},
+                {"mode": "tag", "groupByData": "fp8.verdict"},
+            ],
         },
         "useGroupedValuesInCharts": True,
         "runsHiddenMode": "SHOWALL",
@@ -59,7 +60,7 @@ def view_state() -> str:
             {"uuid": f"fp8-{key}", "name": name, "display": True, "isReordered": True, "columns": columns}
             for (key, name, _), columns in zip(_SECTIONS, (1, 2, 2), strict=True)
         ],
-        "compareRunCharts": [_line(metric, key, None) for key, _, metrics in _SECTIONS for metric in metrics],
+        "compareRunCharts": [_line(metric, key) for key, _, metrics in _SECTIONS for metric in metrics],
         "selectedColumns": [
             "params.`recipe`",
             "tags.`fp8.verdict`",

@@ -97,9 +97,7 @@ def browser(profile: Path, width: int, height: int) -> Iterator[Browser]:
         try:
             yield live
         finally:
-            urllib.request.urlopen(
-                urllib.request.Request(live.address, method="DELETE"), timeout=30
-            ).close()
+            urllib.request.urlopen(urllib.request.Request(live.address, method="DELETE"), timeout=30).close()
     finally:
         driver.terminate()
         driver.wait(30)
