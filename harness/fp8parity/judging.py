@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fp8parity.recipe_file import parse_fraction
-from fp8parity.study import criteria_from_json
+from fp8parity.study import criteria_from_json, launch_digest
 from fp8parity_analysis import schema
 from fp8parity_analysis.criteria import Criteria
 from fp8parity_analysis.curves import CurveSet
@@ -48,7 +48,7 @@ def judge_study(study_dir: Path, options: Mapping[str, Any]) -> Judgement:
     study = read_json(study_dir / schema.STUDY_FILE)
     criteria = changed_criteria(criteria_from_json(study["criteria"]), options)
     curves = CurveSet.from_runs(read_runs(study_dir))
-    return judge_curves(curves, criteria, post_hoc=criteria.digest() != study["criteria_at_launch"])
+    return judge_curves(curves, criteria, post_hoc=launch_digest(criteria) != study["criteria_at_launch"])
 
 
 def judge_paths(sources: Sequence[str], options: Mapping[str, Any], settings: ImportSettings) -> Judgement:

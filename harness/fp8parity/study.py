@@ -8,6 +8,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,24 @@ LOCK_FILE = ".lock"
 def criteria_of(matrix: Matrix) -> Criteria:
     """Return the recipe file's criteria as the analysis takes them; the warm-up is burn-in for the trajectory."""
     warmup = max(run.spec.optim.warmup_steps for run in matrix.runs)
-    return Criteria(**matrix.criteria.model_dump(), burn_in_step=warmup)
+    return Criteria(**matrix.criteria.model_dump(), burn_in_step=warmup, trend=_kept_axis(matrix))
+
+
+def _kept_axis(matrix: Matrix) -> tuple[tuple[str, float], ...]:
+    """Return (arm, N) in order when the arms are one recipe with three or more N kept in BF16 at both ends."""
+    tests = {run.arm: run.spec.precision for run in matrix.runs if run.role == "test"}
+    kept = {arm: p.keep_first for arm, p in tests.items() if p.keep_first == p.keep_last}
+    one_question = (
+        len({run.group for run in matrix.runs}) == 1 and len({p.recipe for p in tests.values()}) == 1
+    )
+    if not one_question or len(kept) < len(tests) or len(set(kept.values())) < 3:
+        return ()
+    return tuple((arm, float(n)) for arm, n in sorted(kept.items(), key=lambda item: item[1]))
+
+
+def launch_digest(criteria: Criteria) -> str:
+    """Return the digest that tells *post hoc* criteria; the trend follows from the arms and is no choice of its own."""
+    return replace(criteria, trend=()).digest()
 
 
 def criteria_from_json(document: Mapping[str, Any]) -> Criteria:
@@ -136,7 +154,7 @@ def lay_out(matrix: Matrix, out: Path) -> list[Path]:
             "recipe_sha256": hashlib.sha256(recipe).hexdigest(),
             "criteria": criteria.to_json(),
             "criteria_digest": criteria.digest(),
-            "criteria_at_launch": study["criteria_at_launch"] if study else criteria.digest(),
+            "criteria_at_launch": study["criteria_at_launch"] if study else launch_digest(criteria),
             "created_at": study["created_at"] if study else datetime.now(UTC).isoformat(timespec="seconds"),
             "runs": [run.run_id for run in matrix.runs],
         },

@@ -27,7 +27,7 @@ def test_layout(lay_out: LayOut, tmp_path: Path) -> None:
     }
     document = read(tmp_path / "study" / schema.STUDY_FILE)
     assert document["runs"] == [path.name for path in dirs.values()]
-    assert document["criteria_digest"] == document["criteria_at_launch"]
+    assert document["criteria_digest"] == document["criteria_at_launch"]  # no trend among two recipes
     for path in dirs.values():
         spec = read(path / schema.SPEC_FILE)
         assert tuple(spec) == schema.SPEC_KEYS
@@ -118,6 +118,19 @@ def test_lock_keeps_a_second_launcher_out(tmp_path: Path) -> None:
         pass
     with study.lock(tmp_path):
         pass
+
+
+def test_kept_gemms_are_an_ordered_axis(write_recipe: WriteRecipe, lay_out: LayOut, tmp_path: Path) -> None:
+    axis = {"axes": {"precision.recipe": ["rowwise"], "precision.keep": [4, 0, 2]}}
+    criteria = study.criteria_of(matrix.read(write_recipe(axis)))
+    assert criteria.trend == (("rowwise-n0", 0.0), ("rowwise-n2", 2.0), ("rowwise-n4", 4.0))
+    assert study.criteria_of(matrix.read(write_recipe())).trend == ()
+    lay_out(axis)
+    before = read(tmp_path / "study" / schema.STUDY_FILE)
+    lay_out({"axes": {"precision.recipe": ["rowwise"], "precision.keep": [4, 0, 2, 3]}})
+    after = read(tmp_path / "study" / schema.STUDY_FILE)
+    assert before["criteria_at_launch"] == after["criteria_at_launch"]
+    assert before["criteria_digest"] != after["criteria_digest"]
 
 
 def test_criteria_survive_json(write_recipe: WriteRecipe) -> None:
