@@ -19,7 +19,7 @@ RUN apt-get update \
  && rm -rf /var/lib/apt/lists/*
 
 RUN useradd --create-home --uid 10001 fp8parity \
- && install -d -o fp8parity -g fp8parity /work
+ && install -d -o fp8parity -g fp8parity /work /work/mlflow
 WORKDIR /work
 
 COPY constraints.txt pyproject.toml README.md LICENSE ./
