@@ -24,6 +24,7 @@ FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 
 UNSTATED_PRECISION = "unstated"
+_IN_FORCE = ("device", "compute", "compile", "bf16_gemm", "threads", "split")
 _NOT_SHARED = ("precision", "seed", "replica", "replica_kind")
 
 
@@ -169,8 +170,40 @@ def run_of_record(record: RunRecord) -> RunCurve:
         parameters=model.get("parameters") if isinstance(model, Mapping) else None,
         identity=_identity(record),
         digests=_digests(record),
-        problems=tuple(f"{record.run_id}: {text}" for text in eval_problems + train_problems),
+        problems=tuple(
+            f"{record.run_id}: {text}"
+            for text in [*eval_problems, *train_problems, *_manifest_problems(record)]
+        ),
     )
+
+
+def _manifest_problems(record: RunRecord) -> Iterator[str]:
+    """Yield what the manifest says against its own run: another run's, unproven execution, streams cut short."""
+    spec, manifest = record.spec, record.manifest
+    if manifest is None:
+        return
+    if manifest.get("run_id") != spec["run_id"]:
+        yield f"the manifest is that of run {manifest.get('run_id')}"
+    execution = manifest.get("execution")
+    if isinstance(execution, Mapping) and not execution.get("proven", True):
+        found = "; ".join(map(str, execution.get("differences") or ["no reason recorded"]))
+        yield f"what executed is not what was declared: {found}"
+    done = manifest.get("steps_done")
+    for name, table in (("curve", record.curve), ("evaluations", record.evals)):
+        last = int(table["step"].max()) if len(table) else 0
+        if (
+            isinstance(done, int)
+            and last < (done if name == "curve" else 0.98 * done)
+            and _was_cut(table, last, done)
+        ):
+            yield f"the stored {name} end at step {last}, the run did {done} steps"
+
+
+def _was_cut(table: pd.DataFrame, last: int, done: int) -> bool:
+    """Whether more than one usual distance between rows is missing at the end."""
+    steps = table["step"].drop_duplicates()
+    usual = int(steps.diff().median()) if len(steps) > 1 else 1
+    return last + usual <= done
 
 
 def _comparable_throughput(manifest: Mapping[str, Any]) -> float | None:
@@ -193,7 +226,9 @@ def _identity(record: RunRecord) -> dict[str, Any]:
     outside: dict[str, Any] = {
         key: manifest[key] for key in ("data_sha256", "init_digest", "environment") if key in manifest
     }
-    return dict(flatten({**shared, **outside}))
+    effective = manifest.get("effective") or {}
+    in_force = {key: effective[key] for key in _IN_FORCE if key in effective}
+    return dict(flatten({**shared, **outside, "effective": in_force}))
 
 
 def _digests(record: RunRecord) -> dict[int, str]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from fp8parity_analysis import gap as gaps
+from fp8parity_analysis.arms import series_of
 from fp8parity_analysis.curves import RunCurve, Series
 from fp8parity_analysis.schema import Status
 
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
 
 LENGTH_FRAC = 0.98
 """A run that ends before this share of the longest one, without having diverged, is truncated."""
+
+LASTING_STEPS = 8
+"""Training losses that are non-finite up to the last one: as many as end a run of ours."""
 
 Runs = Mapping[int, tuple[RunCurve, ...]]
 
@@ -30,7 +34,9 @@ def nonfinite_from(run: RunCurve, criteria: Criteria) -> int | None:
     """
     chosen = run.held_out(criteria.split, criteria.eval_precision)
     by_eval, by_train = _stretch(chosen), _stretch(run.train)
-    if by_train is not None and (by_eval is not None or _silent_after(chosen, by_train)):
+    if by_train is not None and (
+        by_eval is not None or _silent_after(chosen, by_train) or _is_lasting(run.train, by_train)
+    ):
         return by_train if by_eval is None else min(by_train, by_eval)
     if by_eval is not None:
         return by_eval
@@ -44,6 +50,14 @@ def _stretch(series: Series | None) -> int | None:
         return None
     start = gaps.trailing_start(~np.isfinite(series.loss))
     return int(series.steps[start]) if start < len(series.loss) else None
+
+
+def _is_lasting(series: Series | None, step: int) -> bool:
+    """Whether the stretch from `step` to the end is too long to be a last stray value.
+
+    A stack that skips non-finite steps keeps its parameters, and so its evaluations, finite for ever.
+    """
+    return series is not None and int(np.count_nonzero(series.steps >= step)) >= LASTING_STEPS
 
 
 def _silent_after(series: Series | None, step: int) -> bool:
@@ -84,22 +98,30 @@ def broken_controls(test: Runs, control: Runs, seeds: Sequence[int], criteria: C
 
 
 def truncated(
-    test: Runs, control: Runs, seeds: Sequence[int], diverged: Mapping[int, int]
+    test: Runs, control: Runs, seeds: Sequence[int], diverged: Mapping[int, int], criteria: Criteria
 ) -> tuple[str, ...]:
-    """Return the runs that end before 98 % of the longest run and more than one evaluation short of it."""
+    """Return the runs whose endpoint series ends before 98 % of the longest run and one evaluation short of it.
+
+    The longest run counts every stream: a run that trained on without being evaluated is judged on a prefix too.
+    """
     runs = [run for seed in seeds for run in (*control[seed], *(test[seed] if seed not in diverged else ()))]
     longest = max(run.last_step for run in runs)
-    short = [run for run in runs if _is_short(run, longest)]
-    return tuple(f"{run.label} ends at step {run.last_step} of {longest}" for run in short)
+    ends = [(run, _end_of(series_of(run, criteria))) for run in runs]
+    return tuple(
+        f"{run.label} ends at step {last} of {longest}"
+        for run, (last, cadence) in ends
+        if ends_early(last, cadence, longest)
+    )
 
 
-def _is_short(run: RunCurve, longest: int) -> bool:
-    return run.last_step < LENGTH_FRAC * longest and run.last_step + _cadence(run) <= longest
+def ends_early(last: int, cadence: int, longest: int) -> bool:
+    """Return whether a series that ends at `last`, evaluated every `cadence` steps, misses the end of the run."""
+    return last < LENGTH_FRAC * longest and last + cadence <= longest
 
 
-def _cadence(run: RunCurve) -> int:
-    """Return the usual distance between evaluations, 1 where there is a training stream or one evaluation."""
-    if run.train is not None and len(run.train.steps):
-        return 1
-    usual = [int(np.median(np.diff(series.steps))) for series in run.evals.values() if len(series.steps) > 1]
-    return max(usual, default=1)
+def _end_of(series: Series | None) -> tuple[int, int]:
+    """Return the last step of a series and the usual distance between its steps (1 for a single one)."""
+    if series is None or not len(series.steps):
+        return 0, 1
+    cadence = int(np.median(np.diff(series.steps))) if len(series.steps) > 1 else 1
+    return int(series.steps[-1]), cadence

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from fp8parity_analysis import core, paired
-from fp8parity_analysis.schema import Outcome, gate_of
+from fp8parity_analysis.schema import Gate, Outcome, gate_of
 
 if TYPE_CHECKING:
     from fp8parity_analysis.criteria import Criteria
@@ -51,8 +51,12 @@ def _restated(item: Judged, p_values: dict[str, float], size: int, criteria: Cri
         "the gaps share their control runs, so they are correlated"
     )
     if criteria.correction == "holm":
-        outcome = _outcome_by(p_values, verdict.outcome, verdict.alpha)
-        verdict = replace(verdict, outcome=outcome, gate=gate_of(outcome))
+        outcome = _never_milder(_outcome_by(p_values, verdict.outcome, verdict.alpha), verdict.outcome)
+        if outcome is not verdict.outcome:
+            changed = f"{outcome.value} once corrected over {size} recipes; {verdict.outcome.value} by itself"
+            verdict = replace(
+                verdict, outcome=outcome, gate=gate_of(outcome), reasons=(changed, *verdict.reasons)
+            )
         note = "the verdict is corrected over the recipes; the interval is per comparison"
     else:
         note = f"the verdict's error rate of {100 * verdict.alpha:.3g} % per side is per comparison"
@@ -62,6 +66,17 @@ def _restated(item: Judged, p_values: dict[str, float], size: int, criteria: Cri
 
 def _named(p_values: dict[str, float]) -> dict[str, float]:
     return {f"holm_recipes_{name}": value for name, value in p_values.items()}
+
+
+def _never_milder(after: Outcome, before: Outcome) -> Outcome:
+    """Return the corrected outcome, unless it claims what the recipe by itself did not.
+
+    A correction only takes claims away: what was open (before a declared look, or growing) stays open, and nothing
+    becomes a pass by it.
+    """
+    opened = before is Outcome.INCONCLUSIVE
+    passes = gate_of(after) is Gate.PASS and gate_of(before) is not Gate.PASS
+    return before if opened or passes else after
 
 
 def _outcome_by(p_values: dict[str, float], before: Outcome, alpha: float) -> Outcome:

@@ -24,6 +24,7 @@ from fp8parity_analysis.suspicion import (
     blow_ups,
     differences,
     left_out,
+    lonely_divergence,
     mask_transients,
     spike_counts_of,
     suspicious,
@@ -70,14 +71,14 @@ def build_pairs(arm: Arm, criteria: Criteria) -> Pairs:
     warnings = list(left_out(arm))
     if not seeds:
         return _nothing(arm, ("no seed has both a control run and a run of this arm",), warnings)
-    invalid = [*unusable(arm, seeds, criteria), *differences(arm, seeds)]
+    invalid = [*unusable(arm, seeds, criteria), *differences(arm, seeds), *lonely_divergence(arm, criteria)]
     if invalid:
         return _nothing(arm, tuple(invalid), warnings, seeds)
     baseline = health.broken_controls(arm.test, arm.control, seeds, criteria)
     if baseline:
         return _nothing(arm, baseline, warnings, seeds)
     diverged = health.diverged_seeds(arm.test, seeds, criteria)
-    short = health.truncated(arm.test, arm.control, seeds, diverged)
+    short = health.truncated(arm.test, arm.control, seeds, diverged, criteria)
     if short and not criteria.allow_prefix:
         return _nothing(arm, short, warnings, seeds)
     warnings += [f"judged on the common prefix: {text}" for text in short]
@@ -109,6 +110,13 @@ def _joined(
     steps = steps[steps >= 0]
     if not len(steps):
         return _nothing(arm, ("the runs have no evaluation step in common",), warnings, seeds)
+    longest = max(run.last_step for run in whole)
+    cadence = int(np.median(np.diff(steps))) if len(steps) > 1 else 1
+    if health.ends_early(int(steps[-1]), cadence, longest):
+        text = f"the evaluations that all runs share end at step {int(steps[-1])} of {longest}"
+        if not criteria.allow_prefix:
+            return _nothing(arm, (text,), warnings, seeds)
+        warnings.append(f"judged on the common prefix: {text}")
     warnings += cadence_remarks(whole, criteria, len(steps))
     null_runs = usable_controls(arm, criteria)
     curves = log_curves(_every_run(arm, null_runs), criteria, steps)

@@ -8,6 +8,7 @@ import numpy as np
 
 from fp8parity_analysis import gap as gaps
 from fp8parity_analysis.arms import SHOWN, Arm, differing, listed, runs_of, series_of
+from fp8parity_analysis.health import nonfinite_from
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -23,6 +24,25 @@ def left_out(arm: Arm) -> Iterator[str]:
     lonely = sorted(set(arm.test) - set(arm.control))
     if lonely:
         yield f"seeds {listed(lonely)} have no control run and are left out"
+    # a control seed with replicas is there for the noise floor; any other one lacks its other half
+    missing = [
+        seed
+        for seed in sorted(set(arm.control) - set(arm.test))
+        if not arm.null_arm and len(arm.control[seed]) == 1 and seed not in arm.extra
+    ]
+    if missing:
+        yield (
+            f"seeds {listed(missing)} have a control but no run of this arm: if those runs failed, this verdict is "
+            "about the survivors only"
+        )
+
+
+def lonely_divergence(arm: Arm, criteria: Criteria) -> Iterator[str]:
+    """Yield the diverged runs of this arm that have no control: they must not vanish with their seed."""
+    for seed in sorted(set(arm.test) - set(arm.control)):
+        steps = [step for run in arm.test[seed] if (step := nonfinite_from(run, criteria)) is not None]
+        if steps:
+            yield f"seed {seed} diverged at step {min(steps)} and has no control run to be judged against"
 
 
 def unusable(arm: Arm, seeds: Sequence[int], criteria: Criteria) -> Iterator[str]:
@@ -45,6 +65,7 @@ def _lacks_curve(series: Series | None) -> bool:
 
 def differences(arm: Arm, seeds: Sequence[int]) -> Iterator[str]:
     """Yield the pairs of runs of one seed that differ beyond precision."""
+    yield from _between_seeds(arm, seeds)
     for seed in seeds:
         first, *others = arm.control[seed]
         for run in (*others, *arm.test[seed]):
@@ -54,6 +75,24 @@ def differences(arm: Arm, seeds: Sequence[int]) -> Iterator[str]:
                     f"{first.label} and {run.label} differ beyond precision: {'; '.join(found[:SHOWN])}"
                     + (f"; and {len(found) - SHOWN} more" if len(found) > SHOWN else "")
                 )
+
+
+_SEEDS_OWN = ("init_digest",)
+
+
+def _between_seeds(arm: Arm, seeds: Sequence[int]) -> Iterator[str]:
+    """Yield the seeds whose control differs from the first one's in more than the seed: another data file, library."""
+    reference = arm.control[seeds[0]][0]
+    for seed in seeds[1:]:
+        other = arm.control[seed][0]
+        keys = [key for key in dict.fromkeys([*reference.identity, *other.identity]) if key not in _SEEDS_OWN]
+        found = [
+            f"{key}: {reference.identity.get(key)} != {other.identity.get(key)}"
+            for key in keys
+            if reference.identity.get(key) != other.identity.get(key)
+        ]
+        if found:
+            yield f"{reference.label} and {other.label} are no seeds of one study: {'; '.join(found[:SHOWN])}"
 
 
 def blow_ups(
@@ -106,19 +145,30 @@ def suspicious(
     lost = [seeds[row] for row, end in zip(live, ends, strict=True) if np.isnan(end)]
     if lost:
         yield f"seeds {listed(lost)} have no finite loss among the evaluations of the endpoint"
-    elif len(ends) > 1 and ends[0] != 0 and np.all(np.abs(ends - ends[0]) <= 1e-9 * abs(ends[0])):
+    elif len(ends) > 1 and _same(ends) and (ends[0] != 0 or (not arm.null_arm and not zero[live].all())):
         yield (
             f"the same gap ({ends[0]:.6g}) in all {len(ends)} seeds to the last digit: a log was copied, or the "
             "losses were rounded too coarsely to tell seeds apart"
         )
-    yield from _copied_runs(arm, seeds)
+    for row, end in zip(live, ends, strict=True):
+        if end < -gaps.BLOW_UP_GAP:
+            yield (
+                f"seed {seeds[row]}: the control ends {-end:.1%} above this arm; a baseline that broke at its end says "
+                "nothing about FP8"
+            )
+    yield from _copied_runs(arm.test, seeds)
+    yield from _copied_runs(arm.control, seeds)
 
 
-def _copied_runs(arm: Arm, seeds: Sequence[int]) -> Iterator[str]:
-    """Yield pairs of seeds whose test runs carry the same curve of at least three points."""
+def _same(ends: FloatArray) -> bool:
+    return bool(np.all(np.abs(ends - ends[0]) <= 1e-9 * abs(ends[0])))
+
+
+def _copied_runs(runs: Mapping[int, tuple[RunCurve, ...]], seeds: Sequence[int]) -> Iterator[str]:
+    """Yield pairs of seeds whose runs carry the same curve of at least three points."""
     seen: dict[bytes, tuple[int, str]] = {}
     for seed in seeds:
-        for run in arm.test[seed]:
+        for run in runs[seed]:
             series = next(iter(run.evals.values()), run.train)
             if series is None or len(series.loss) < _MIN_EVALS_IDENTICAL:
                 continue

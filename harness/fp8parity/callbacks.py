@@ -120,7 +120,11 @@ class NonFiniteGuard(L.Callback):
         batch_idx: int,
     ) -> None:
         """Stop on non-finite parameters, or on `NONFINITE_LIMIT` non-finite losses in a row."""
-        if self.recorder.streak == 0 or self.recorder.step % FLUSH_EVERY:
+        if self.recorder.step % FLUSH_EVERY == 0 or self.recorder.step == self.recorder.spec.train.steps:
+            self._check(trainer, pl_module)
+
+    def _check(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if self.recorder.streak == 0:
             return
         if self.recorder.streak >= NONFINITE_LIMIT or not _all_finite(pl_module):
             self.diverged = True

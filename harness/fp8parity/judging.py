@@ -47,7 +47,14 @@ def judge_study(study_dir: Path, options: Mapping[str, Any]) -> Judgement:
     """
     study = read_json(study_dir / schema.STUDY_FILE)
     criteria = changed_criteria(criteria_from_json(study["criteria"]), options)
-    curves = CurveSet.from_runs(read_runs(study_dir))
+    records = read_runs(study_dir)
+    gone = sorted(set(study.get("runs", ())) - {record.run_id for record in records})
+    if gone:
+        raise BadInputError(
+            f"{study_dir}: {len(gone)} runs of the study are not on the disk ({', '.join(gone[:3])}); a verdict "
+            "without them would be about the survivors. Run the study again, or take them out of the recipe file"
+        )
+    curves = CurveSet.from_runs(records)
     return judge_curves(curves, criteria, post_hoc=launch_digest(criteria) != study["criteria_at_launch"])
 
 

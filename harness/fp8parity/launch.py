@@ -29,6 +29,9 @@ from fp8parity_analysis.json_files import read_json
 MAX_RETRIES = 2
 """How often an infrastructure fault (a crash, a killed worker) is tried again; a diverged run never is."""
 
+FULL_DISK = "no space left on the device"
+"""What a worker says of a full disk; trying again at once would only fail again."""
+
 POLL_SECONDS = 0.2
 GRACE_SECONDS = 60.0
 
@@ -179,7 +182,7 @@ class Launcher:
             job.outcome = "interrupted"
         elif code in (EXIT_USAGE, EXIT_INVALID):
             job.outcome = "refused" if code == EXIT_USAGE else "invalid"
-        elif job.attempts <= MAX_RETRIES and not self.stopping:
+        elif job.attempts <= MAX_RETRIES and not self.stopping and FULL_DISK not in job.reason:
             ledger_line(self.out, job.run_id, "retry", exit_code=code, reason=job.reason)
             self.queue.insert(0, job)
             return
@@ -190,6 +193,13 @@ class Launcher:
 
     def run(self) -> None:
         """Run everything; on SIGINT or SIGTERM stop the workers cleanly and raise `InterruptedRunError`."""
+        try:
+            self._run()
+        except BaseException:
+            self._stop()  # whatever ended the launcher must not leave workers behind
+            raise
+
+    def _run(self) -> None:
         with self._signals():
             while self.queue or self.running:
                 while self.queue and len(self.running) < self.slots and not self.stopping:
@@ -197,7 +207,6 @@ class Launcher:
                 self._reap()
                 self.on_change(self.states())
                 if self.stopping:
-                    self._stop()
                     raise InterruptedRunError("stopped; run the same command again to resume")
                 time.sleep(POLL_SECONDS)
 

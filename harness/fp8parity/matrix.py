@@ -129,12 +129,31 @@ def _validated(cell: _Cell, seed: int, problems: Problems) -> RunSpec | None:
         return None
 
 
-def _control_of(recipe: RecipeFile, spec: RunSpec) -> RunSpec:
-    """Return the pair's other arm: the same run with the control's precision, all its other keys at defaults."""
-    sections: dict[str, dict[str, Any]] = {}
+def _control_precision(recipe: RecipeFile) -> dict[str, Any]:
+    sections: dict[str, dict[str, Any]] = {"precision": {"recipe": "bf16"}}
     for key, value in recipe.control.items():
         set_dotted(sections, key, value)
-    precision = PrecisionSpec.model_validate(sections["precision"])
+    return sections["precision"]
+
+
+def _check_control(recipe: RecipeFile, problems: Problems) -> None:
+    """Require the control to be BF16: every verdict is against it, and is worded so."""
+    try:
+        control = PrecisionSpec.model_validate(_control_precision(recipe))
+    except ValidationError as error:
+        for item in error.errors():
+            problems.add(("control", f"precision.{item['loc'][0]}"), explain(item, PrecisionSpec))
+        return
+    if not control.is_bf16:
+        problems.add(
+            ("control", "precision.recipe"),
+            f"the control is {control.recipe}; it must be bf16 (compare FP8 recipes by the contrasts between arms)",
+        )
+
+
+def _control_of(recipe: RecipeFile, spec: RunSpec) -> RunSpec:
+    """Return the pair's other arm: the same run with the control's precision, all its other keys at defaults."""
+    precision = PrecisionSpec.model_validate(_control_precision(recipe))
     return spec.model_copy(update={"precision": precision})
 
 
@@ -234,6 +253,7 @@ def expand(recipe: RecipeFile, marked: MarkedYaml) -> Matrix:
             ("null",), "neither an FP8 recipe (axes: precision.recipe) nor a null arm: nothing to compare"
         )
     valid = _check_cells(recipe, cells, marked.path.parent, problems, has_tests=has_tests)
+    _check_control(recipe, problems)
     if problems:
         raise UsageError(str(problems))
     return Matrix(

@@ -10,17 +10,24 @@ from rich.console import Console
 
 from fp8parity import matrix, study
 from fp8parity.devices import default_slots
-from fp8parity.errors import Fp8ParityError, UsageError
+from fp8parity.errors import Fp8ParityError, InterruptedRunError, UsageError
 from fp8parity.launch import RunState, launch
 from fp8parity.screen import live_runs, show_judgement
 from fp8parity_analysis import schema
 
 
+def _words(state: RunState) -> str:
+    return f"{state.run_id}: {state.reason.removeprefix('fp8parity: ')}"
+
+
 def _raise_on_refusal(states: list[RunState]) -> None:
     refused = [s for s in states if s.state == "refused"]
     if refused:
-        raise UsageError("\n".join(f"{s.run_id}: {s.reason.removeprefix('fp8parity: ')}" for s in refused))
-    failed = [s for s in states if s.state in ("failed", "interrupted")]
+        raise UsageError("\n".join(_words(s) for s in refused))
+    interrupted = [s for s in states if s.state == "interrupted"]
+    if interrupted:
+        raise InterruptedRunError("\n".join(_words(s) for s in interrupted))
+    failed = [s for s in states if s.state == "failed"]
     if failed and len(failed) == len(states):
         reasons = "\n".join(f"{s.run_id}: {s.reason}" for s in failed[:5])
         raise Fp8ParityError(

@@ -92,13 +92,14 @@ def test_results_faults_and_mistakes(tmp_path: Path, study_with: Callable[..., l
         [{"code": 64, "say": "fp8parity: bad key"}],
         [{"code": 75}, DONE],
         [{"code": 0, "say": "left without a manifest"}],
+        [{"code": 75, "say": "fp8parity: x: no space left on the device; what was written is kept"}],
         [{"code": 12, "say": "fp8parity: the run would not execute what it declares"}],
     )
     states = go(tmp_path, dirs)
-    assert [states[f"run{i}"].state for i in range(8)] == [
-        "finished", "diverged", "failed", "finished", "refused", "finished", "failed", "invalid",
+    assert [states[f"run{i}"].state for i in range(9)] == [
+        "finished", "diverged", "failed", "finished", "refused", "finished", "failed", "interrupted", "invalid",
     ]  # fmt: skip
-    assert [attempts(d) for d in dirs] == [1, 1, 3, 2, 1, 2, 3, 1]
+    assert [attempts(d) for d in dirs] == [1, 1, 3, 2, 1, 2, 3, 1, 1]
     assert states["run2"].reason == "boom"
     assert states["run4"].reason == "fp8parity: bad key"
     events = Counter((line["run_id"], line["event"]) for line in ledger(tmp_path))

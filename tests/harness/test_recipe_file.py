@@ -74,6 +74,8 @@ def test_yaml_traps_are_handled(write: Write) -> None:
         ("seeds: [0, 1]", "seeds: [0, 1]\nseeds: [2]", "9: seeds: written twice; keep one"),
         ("kind: reorder", "kind: jiggle", "10: null.0.kind: got 'jiggle'"),
         ("seeds: [0, 1]", "seeds: [0]\ncriteria: {margin: 0.25 percent}", "9: criteria.margin: "),
+        ("seeds: [0, 1]", "seeds: [0]\ncontrol: {precision.recipe: bf17}", "9: control.precision.recipe: got 'bf17'"),
+        ("seeds: [0, 1]", "seeds: [0]\ncontrol: {precision.recipe: rowwise}", "9: control.precision.recipe: the con"),
         ("seeds: [0, 1]", "seeds: [0]\ncontrol: {optim.lr: 3}", "9: control.optim.lr: the control differs"),
         ("keep: 4", "keep: 8", "5: base.precision.keep_first: precision.keep_first 8, keep_last 8 (unit: gemm), inclu"),
         ("keep: 4", "exclude: ['*.gate']", "5: base.precision.exclude: precision.exclude: '*.gate' matches none"),

@@ -210,6 +210,12 @@ def test_nonfinite_parameters_end_the_run(lay_out: LayOut, monkeypatch: pytest.M
     assert (manifest["first_nonfinite_step"], manifest["steps_done"]) == (8, 10)
 
 
+def test_divergence_at_the_very_end_counts(lay_out: LayOut, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_dir = lay_out({"base": {"train": {"steps": 9}}})["tensorwise-0"]
+    plant_nan_from(monkeypatch, 2)
+    assert runner.train(run_dir) == 20
+
+
 def test_a_passing_nan_is_no_divergence(lay_out: LayOut, monkeypatch: pytest.MonkeyPatch) -> None:
     run_dir = lay_out(SHORT)["tensorwise-0"]
     plant_nan_from(monkeypatch, 4, steps=2)
