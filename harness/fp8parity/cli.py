@@ -279,7 +279,9 @@ def _run_app(arguments: list[str] | None) -> int:
         )
     except OSError as error:
         if error.errno != errno.ENOSPC:
-            raise
+            if error.filename is None:
+                raise
+            return _fail(f"{error.filename}: {error.strerror}; give another path", EXIT_USAGE)
         return _fail(
             f"{error.filename or 'output'}: no space left; free some and run again", EXIT_INTERRUPTED
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -51,5 +52,11 @@ def group_label(spec: RunSpec, varying: Sequence[tuple[str, str]]) -> str:
 
 
 def _short(value: Any) -> str:
+    """Return a value fit for a directory name; what had to be replaced is told apart by a digest of the original."""
     text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
-    return "".join(c if c.isalnum() or c in "._,-" else "_" for c in text) or "none"
+    plain = "".join(c if c.isalnum() or c in "._,-" else "_" for c in text)
+    return (
+        plain
+        if plain == text and text
+        else f"{plain or 'none'}-{hashlib.sha256(text.encode()).hexdigest()[:4]}"
+    )

@@ -23,7 +23,7 @@ def _paragraphs(path: Path) -> Iterator[bytes]:
 
 
 def _jsonl(path: Path, field: str) -> Iterator[bytes]:
-    with path.open(encoding="utf-8") as handle:
+    with path.open(encoding="utf-8", errors="replace") as handle:
         for number, line in enumerate(handle, start=1):
             if not line.strip():
                 continue
@@ -39,7 +39,10 @@ def _jsonl(path: Path, field: str) -> Iterator[bytes]:
 def _parquet(path: Path, field: str) -> Iterator[bytes]:
     import pyarrow.parquet as pq
 
-    file = pq.ParquetFile(path)
+    try:
+        file = pq.ParquetFile(path)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path}: is no Parquet file ({str(error).splitlines()[0]})") from error
     if field not in file.schema_arrow.names:
         raise UsageError(
             f"{path}: has no column {field!r}; name one of {file.schema_arrow.names} with --field"

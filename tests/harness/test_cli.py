@@ -220,6 +220,8 @@ def test_judge_reads_a_tensorboard_folder(tmp_path: Path, capsys: pytest.Capture
         (["report", "{tmp}"], "study.json: cannot be read"),
         (["train", "{tmp}"], "spec.json: cannot be read"),
         (["data", "pack", "absent.txt", "--out", "{tmp}/x.bin"], "absent.txt: no such file or folder"),
+        (["run", str(DEMO), "--out", "{csv}"], "c.csv: File exists; give another path"),
+        (["run", str(DEMO), "--out", "{csv}/below"], "Not a directory; give another path"),
         (["data", "pack", "{csv}", "--out", "{tmp}/x.txt"], "a token file ends in .bin"),
     ],
 )

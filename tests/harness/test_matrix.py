@@ -113,6 +113,13 @@ def test_a_backend_of_its_own_needs_no_mention(write_recipe: WriteRecipe) -> Non
     assert "rowwise-backend=reference" in arms
 
 
+def test_arms_that_differ_in_special_characters_keep_apart(write_recipe: WriteRecipe) -> None:
+    patterns = [["blocks.*.ffn.up_proj"], ["blocks.?.ffn.up_proj"]]
+    axes = {"precision.recipe": ["rowwise"], "precision.exclude": patterns}
+    runs = [r for r in matrix.read(write_recipe({"axes": axes})).runs if r.role == "test"]
+    assert len({r.arm for r in runs}) == 2
+
+
 def test_unknown_combination_of_recipe_and_backend(write_recipe: WriteRecipe) -> None:
     with pytest.raises(
         UsageError, match="torchao_float8 has no recipe blockwise .*write backend: torchao_blockwise"

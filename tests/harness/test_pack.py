@@ -64,6 +64,7 @@ def test_tokenizer_json(tmp_path: Path) -> None:
     [
         ("x.jsonl", '{"body": "x"}\n', r"x.jsonl:1: no text in field 'text' .*--field"),
         ("x.jsonl", "not json\n", r"x.jsonl:1: no text in field"),
+        ("x.parquet", "garbage", "x.parquet: is no Parquet file"),
         ("x.txt", "", "0 training and 0 held-out documents"),
         ("x.txt", "only one paragraph", "both are needed"),
     ],
