@@ -1,9 +1,9 @@
 """Columns of the tensor statistics in a run directory: the contract between the probe that writes and what reads.
 
-`tensor_stats/part-NNNNN.parquet` holds one row per (step, linear, GEMM, operand, cast); `tensor_stats/signals-NNNNN.parquet`
-one row per (step, signal, module). Both carry `TENSOR_SCHEMA_VERSION` in the Parquet metadata under `METADATA_KEY`.
-A part is written whole and renamed into place, so that every part present can be read after a kill; rows of a step that
-a resumed run trains again appear once, for the later writing.
+`tensor_stats/part-NNNNN.parquet` holds one row per (step, linear, GEMM, operand, cast), and
+`tensor_stats/signals-NNNNN.parquet` one row per (step, signal, module). Both carry `TENSOR_SCHEMA_VERSION` in the
+Parquet metadata under `METADATA_KEY`. A part is written whole and renamed into place, so that every part present can
+be read after a kill; rows of a step that a resumed run trains again appear once, for the later writing.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ WHAT_IF = "what_if"
 """`kind` of a row: the cast that training used, or a cast of the same tensor that training did not use."""
 
 KEY_COLUMNS = ("step", "tokens", "fqn", "gemm", "operand", "recipe", "kind", "format", "granularity")
-"""`step` counts from 1 as in the curve: the state after that many optimizer steps is what was probed. `gemm` is `output`,
-`grad_input` or `grad_weight`; `operand` is `input`, `weight` or `grad_output`; `recipe` names the cast's recipe."""
+"""`step` counts from 1 as in the curve: the state after that many optimizer steps is what was probed. `gemm` is
+`output`, `grad_input` or `grad_weight`; `operand` is `input`, `weight` or `grad_output`; `recipe` names the cast's
+recipe."""
 
 COUNT_COLUMNS = (
     "element_count",
