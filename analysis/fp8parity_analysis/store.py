@@ -17,6 +17,7 @@ import pandas as pd
 from fp8parity_analysis import schema
 from fp8parity_analysis.errors import BadInputError
 from fp8parity_analysis.json_files import read_json, write_json
+from fp8parity_analysis.stored_checks import check_manifest, check_spec, check_study, check_table
 
 
 def read_stream(path: Path, columns: Iterable[str]) -> pd.DataFrame:
@@ -25,17 +26,20 @@ def read_stream(path: Path, columns: Iterable[str]) -> pd.DataFrame:
     if not path.exists():
         return pd.DataFrame(columns=names)
     rows = []
-    lines = path.read_text(encoding="utf-8").split("\n")
+    lines = path.read_bytes().split(b"\n")
     for number, line in enumerate(lines, start=1):
         if not line:
             continue
         try:
-            rows.append(json.loads(line))
+            row = json.loads(line.decode("utf-8"))
         except ValueError as error:
             if number == len(lines):  # no newline followed: the writer was killed in mid-line
                 break
             raise BadInputError(f"{path}:{number}: is not JSON ({error})") from error
-    return pd.DataFrame.from_records(rows, columns=names)
+        if not isinstance(row, dict):
+            raise BadInputError(f"{path}:{number}: holds a {type(row).__name__}, expected an object")
+        rows.append({name: row.get(name) for name in names})
+    return check_table(path, pd.DataFrame(rows, columns=names), names)
 
 
 class _Stream:
@@ -147,28 +151,21 @@ def _table(
         table = pd.read_parquet(path)
     except (OSError, ValueError) as error:
         raise BadInputError(f"{path}: cannot be read ({error}); delete {run_dir} and run again") from error
-    missing = [name for name in columns if name not in table.columns]
-    if missing:
-        raise BadInputError(f"{path}: lacks the columns {missing}")
-    return table
+    return check_table(path, table, columns)
 
 
 def read_run(run_dir: Path) -> RunRecord:
     """Read one run directory, finished or not; `BadInputError` names the file that is missing or broken."""
     spec = read_json(run_dir / schema.SPEC_FILE)
-    missing = [key for key in schema.SPEC_KEYS if key not in spec]
-    if missing:
-        raise BadInputError(f"{run_dir / schema.SPEC_FILE}: lacks the keys {missing}")
-    if spec["schema_version"] != schema.SCHEMA_VERSION:
-        raise BadInputError(
-            f"{run_dir / schema.SPEC_FILE}: schema_version {spec['schema_version']}, this program reads "
-            f"{schema.SCHEMA_VERSION}; use the fp8parity that wrote it"
-        )
+    check_spec(run_dir / schema.SPEC_FILE, spec)
     finished = (run_dir / schema.MANIFEST_FILE).exists()
+    manifest = read_json(run_dir / schema.MANIFEST_FILE) if finished else None
+    if manifest is not None:
+        check_manifest(run_dir / schema.MANIFEST_FILE, manifest)
     return RunRecord(
         path=run_dir,
         spec=spec,
-        manifest=read_json(run_dir / schema.MANIFEST_FILE) if finished else None,
+        manifest=manifest,
         curve=_table(
             run_dir, schema.CURVE_FILE, schema.CURVE_STREAM, schema.CURVE_COLUMNS, finished=finished
         ),
@@ -189,6 +186,14 @@ def find_run_dirs(directory: Path) -> list[Path]:
     raise BadInputError(
         f"{directory}: holds no run (no {schema.SPEC_FILE} in it, in {schema.RUNS_DIR}/* or in its folders)"
     )
+
+
+def read_study(directory: Path) -> dict[str, Any]:
+    """Read `study.json`; `BadInputError` names the key that is missing or no object."""
+    path = directory / schema.STUDY_FILE
+    document = read_json(path)
+    check_study(path, document)
+    return document
 
 
 def read_runs(directory: Path) -> list[RunRecord]:

@@ -14,8 +14,8 @@ from fp8parity_analysis.criteria import Criteria
 from fp8parity_analysis.curves import CurveSet
 from fp8parity_analysis.errors import BadInputError
 from fp8parity_analysis.importers import ImportSettings, read_curves
-from fp8parity_analysis.json_files import read_json, write_json
-from fp8parity_analysis.store import read_runs
+from fp8parity_analysis.json_files import write_json
+from fp8parity_analysis.store import read_runs, read_study
 from fp8parity_analysis.verdict import Judgement
 from fp8parity_analysis.verdict import judge as judge_curves
 
@@ -45,7 +45,7 @@ def judge_study(study_dir: Path, options: Mapping[str, Any]) -> Judgement:
 
     Criteria that differ from those recorded at launch make the judgement *post hoc*.
     """
-    study = read_json(study_dir / schema.STUDY_FILE)
+    study = read_study(study_dir)
     criteria = changed_criteria(criteria_from_json(study["criteria"]), options)
     records = read_runs(study_dir)
     gone = sorted(set(study.get("runs", ())) - {record.run_id for record in records})
@@ -83,7 +83,7 @@ def write_results(study_dir: Path, judgement: Judgement) -> tuple[Path, ...]:
     """Write verdicts.json and the reports of a study directory; returns the paths."""
     from fp8parity_analysis import report  # draws: matplotlib takes a second to import
 
-    study = read_json(study_dir / schema.STUDY_FILE)
+    study = read_study(study_dir)
     verdicts = study_dir / schema.VERDICTS_FILE
     write_json(verdicts, judgement.to_json())
     command = f"fp8parity run {study['recipe_file']} --out {study_dir}"

@@ -22,6 +22,7 @@ from fp8parity.token_meta import read_meta
 from fp8parity.version_gates import version_problems
 from fp8parity_analysis import schema
 from fp8parity_analysis.criteria import Criteria
+from fp8parity_analysis.errors import BadInputError
 from fp8parity_analysis.json_files import read_json, write_json
 
 LOCK_FILE = ".lock"
@@ -51,11 +52,14 @@ def launch_digest(criteria: Criteria) -> str:
 
 
 def criteria_from_json(document: Mapping[str, Any]) -> Criteria:
-    """Rebuild criteria that `Criteria.to_json` wrote."""
-    values = dict(document)
-    values["looks"] = tuple(values.get("looks", ()))
-    values["trend"] = tuple((str(name), float(value)) for name, value in values.get("trend", ()))
-    return Criteria(**values)
+    """Rebuild criteria that `Criteria.to_json` wrote; `BadInputError` when something else did."""
+    try:
+        values = dict(document)
+        values["looks"] = tuple(values.get("looks", ()))
+        values["trend"] = tuple((str(name), float(value)) for name, value in values.get("trend", ()))
+        return Criteria(**values)
+    except (TypeError, ValueError) as error:
+        raise BadInputError(f"{schema.STUDY_FILE}: criteria cannot be read ({error})") from error
 
 
 def _python_sources_file(spec: DataSpec) -> str:

@@ -47,8 +47,24 @@ def read_meta(path: Path) -> TokenMeta:
             f"{path}: no such token file; make one with `fp8parity data pack SOURCE --out {path}`"
         )
     try:
-        return TokenMeta(**json.loads(side_file(path).read_text(encoding="utf-8")))
+        meta = TokenMeta(**json.loads(side_file(path).read_text(encoding="utf-8")))
+        _check(meta)
+        return meta
     except (OSError, ValueError, TypeError) as error:
         raise UsageError(
             f"{side_file(path)}: the side file cannot be read ({error}); pack again with `fp8parity data pack`"
         ) from error
+
+
+_COUNTS = ("format", "vocab_size", "n_tokens", "train_tokens", "documents")
+_TEXTS = ("dtype", "split", "tokenizer", "sha256", "source")
+
+
+def _check(meta: TokenMeta) -> None:
+    for names, kind, wanted in ((_COUNTS, int, "a whole number"), (_TEXTS, str, "a text")):
+        for name in names:
+            value = getattr(meta, name)
+            if not isinstance(value, kind) or isinstance(value, bool):
+                raise ValueError(f"{name} is {value!r}, expected {wanted}")
+    if not 0 <= meta.train_tokens <= meta.n_tokens:
+        raise ValueError(f"train_tokens {meta.train_tokens} is not within n_tokens {meta.n_tokens}")

@@ -26,7 +26,9 @@ def eval_row(step: int, loss: float = 1.0) -> dict[str, Any]:
 
 
 def spec(run_id: str = "r") -> dict[str, Any]:
-    return {**dict.fromkeys(schema.SPEC_KEYS, 0), "schema_version": schema.SCHEMA_VERSION, "run_id": run_id}
+    values: dict[str, Any] = {"schema_version": schema.SCHEMA_VERSION, "run_id": run_id}
+    values |= {"group": "g", "arm": "bf16", "role": "control", "spec": {}}
+    return {**dict.fromkeys(schema.SPEC_KEYS, 0), **values}
 
 
 def manifest() -> dict[str, Any]:
