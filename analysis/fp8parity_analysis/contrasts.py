@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from itertools import combinations
 from typing import TYPE_CHECKING
 
@@ -33,7 +34,18 @@ def contrasts_of(judged: Sequence[Judged], criteria: Criteria) -> tuple[Contrast
     if len(members) > PAIRWISE_UP_TO:
         return tuple(_trends(members, criteria))
     pairwise = [_contrast(a, b, criteria) for a, b in combinations(members, 2) if _group(a) == _group(b)]
-    return (*pairwise, *_trends(members, criteria))
+    return (*_corrected(pairwise, criteria), *_trends(members, criteria))
+
+
+def _corrected(pairwise: list[Contrast], criteria: Criteria) -> list[Contrast]:
+    """Return the contrasts with Holm's p-values over all of them where `correction="holm"` was declared."""
+    if criteria.correction != "holm":
+        return pairwise
+    adjusted = paired.holm([np.nan if item.p is None else item.p for item in pairwise])
+    return [
+        item if item.p is None else replace(item, p=float(p))
+        for item, p in zip(pairwise, adjusted, strict=True)
+    ]
 
 
 def comparable(item: Judged) -> bool:

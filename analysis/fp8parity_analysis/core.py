@@ -49,15 +49,16 @@ def decide(claims: Claims, soft: BoolArray, grows: BoolArray) -> OutcomeArray:
     """Return outcomes [R] in order of precedence.
 
     Above the margin (DIVERGED if it grew there, else WORSE), equivalent (BUT_GROWING if the slope is
-    significant), better, non-inferior, above zero but margin unresolved, inconclusive.
+    significant), better, non-inferior, above zero but margin unresolved, inconclusive. Nothing passes while the gap
+    grows: what would be better or non-inferior is inconclusive then.
     """
     rules = [
         (claims.above_margin & soft, Outcome.DIVERGED),
         (claims.above_margin, Outcome.WORSE),
         (claims.equivalent & grows, Outcome.EQUIVALENT_BUT_GROWING),
         (claims.equivalent, Outcome.EQUIVALENT),
-        (claims.below_zero, Outcome.BETTER),
-        (claims.below_margin, Outcome.NON_INFERIOR),
+        (claims.below_zero & ~grows, Outcome.BETTER),
+        (claims.below_margin & ~grows, Outcome.NON_INFERIOR),
         (claims.above_zero, Outcome.WORSE_MARGIN_UNRESOLVED),
     ]
     codes = np.full(claims.above_margin.shape, _CODE[Outcome.INCONCLUSIVE])

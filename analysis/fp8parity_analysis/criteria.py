@@ -17,6 +17,7 @@ EvalPrecision = Literal["bf16", "arm"]
 Spending = Literal["bonferroni", "obrien_fleming"]
 Correction = Literal["per_comparison", "holm"]
 
+_LATER = ("noise_df",)
 _CHOICES: dict[str, tuple[str, ...]] = {
     "endpoint": ("held_out", "train", "final"),
     "eval_precision": ("bf16", "arm"),
@@ -37,6 +38,7 @@ class Criteria:
     null_matched      declares that the null pairs carry the noise of an FP8 pair, so their variance is pooled
     noise_sd          sd of one run around the mean of its own seed, known from an earlier study; used where
                       a single pair has no noise estimate of its own
+    noise_df          degrees of freedom behind `noise_sd` where an earlier study measured it; None: taken as exact
     looks             numbers of seeds at which the study is looked at; empty: one look
     spending          how the error rate is split over the looks
     anytime           intervals that hold at any number of seeds (t e-process) instead of declared looks
@@ -64,6 +66,7 @@ class Criteria:
     burn_in_step: int = 0
     allow_prefix: bool = False
     trend: tuple[tuple[str, float], ...] = ()
+    noise_df: int | None = None
 
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():
@@ -73,6 +76,16 @@ class Criteria:
         _check_range("tail_fraction", self.tail_fraction, 0.0, 1.0, "0.10 for the last tenth", closed=True)
         if self.noise_sd is not None:
             _check_range("noise_sd", self.noise_sd, 0.0, 0.5, "a fraction of the loss such as 0.0015")
+        if self.noise_df is not None and self.noise_sd is None:
+            raise BadInputError("noise_df: says how well noise_sd is known; give noise_sd too")
+        if self.noise_df is not None:
+            _check_range(
+                "noise_df",
+                self.noise_df,
+                0,
+                2**31,
+                "the df of an earlier study's noise floor",
+            )
         if self.speedup is not None:
             _check_range("speedup", self.speedup, 0.0, 1000.0, "a ratio of throughputs such as 1.3")
         _check_looks(self.looks)
@@ -86,7 +99,11 @@ class Criteria:
 
     def digest(self) -> str:
         """Return the SHA-256 of the canonical JSON, in hexadecimal."""
-        canonical = json.dumps(asdict(self), sort_keys=True, separators=(",", ":"), allow_nan=False)
+        # what came later counts only once it is used, so that the digests of earlier studies stay what they were
+        used = {
+            name: value for name, value in asdict(self).items() if name not in _LATER or value is not None
+        }
+        canonical = json.dumps(used, sort_keys=True, separators=(",", ":"), allow_nan=False)
         return hashlib.sha256(canonical.encode()).hexdigest()
 
     def to_json(self) -> dict[str, Any]:

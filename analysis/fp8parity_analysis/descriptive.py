@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from fp8parity_analysis.judging import Judged
+    from fp8parity_analysis.pairing import Pairs
 
 _PRECISIONS: tuple[EvalPrecision, ...] = get_args(EvalPrecision)
 
@@ -27,12 +28,14 @@ def described(item: Judged, criteria: Criteria) -> list[str]:
     lines, signs = [], {gap > 0}
     for other in _others(item, criteria):
         pairs = build_pairs(item.pairs.arm, other)
-        if pairs.invalid or pairs.diverged:
+        name = f"{other.split} ({other.eval_precision} forward)"
+        unusable = _why_not(pairs)
+        if unusable:
+            lines.append(f"not described: {name}, {unusable}")
             continue
         estimate = paired.paired_t(gaps.endpoint(pairs.gap, pairs.tail_count)[None], criteria.alpha)
         mean, lo, hi = float(estimate.gap[0]), float(estimate.lo[0]), float(estimate.hi[0])
         interval = f", interval {percent(lo)} to {percent(hi)}" if len(pairs.seeds) > 1 else ""
-        name = f"{other.split} ({other.eval_precision} forward)"
         lines.append(f"described only: gap {percent(mean)} on {name}{interval}")
         signs.add(mean > 0)
     if len(signs) > 1:
@@ -40,6 +43,14 @@ def described(item: Judged, criteria: Criteria) -> list[str]:
             "the evaluations disagree in sign: better on one, worse on another; only the declared one decides"
         )
     return lines
+
+
+def _why_not(pairs: Pairs) -> str | None:
+    """Return why a further evaluation has no gap to describe; a forward that breaks must not go unsaid."""
+    if pairs.diverged:
+        where = ", ".join(f"seed {seed} from step {step}" for seed, step in pairs.diverged.items())
+        return f"which is non-finite or more than 5 % above the control to its end in {where}"
+    return pairs.invalid[0] if pairs.invalid else None
 
 
 def _others(item: Judged, criteria: Criteria) -> Iterator[Criteria]:

@@ -46,6 +46,7 @@ class Basis:
     null_ss: float = 0.0
     null_df: int = 0
     pair_sd: float = 0.0
+    pair_df: float = np.inf
 
     def estimate(self, endpoints: FloatArray) -> Estimate:
         """Return the estimate for `endpoints` [R, n] on this basis."""
@@ -55,7 +56,7 @@ class Basis:
             null_ss = np.full(endpoints.shape[:-1], self.null_ss)
             return paired.pooled_t(endpoints, null_ss, self.null_df, self.alpha)
         if self.kind == "stated":
-            return paired.stated_noise(endpoints, self.pair_sd, self.alpha)
+            return paired.stated_noise(endpoints, self.pair_sd, self.alpha, self.pair_df)
         return paired.paired_t(endpoints, self.alpha)
 
 
@@ -115,7 +116,11 @@ def basis_of(
     if criteria.noise_sd is not None:
         sd = criteria.noise_sd * runs_per_gap(pairs, rows) ** 0.5
         text = f"one pair against a stated run-to-run sd of {100 * criteria.noise_sd:.3g} %"
-        return Basis(text, "stated", provisional=True, alpha=look.alpha, pair_sd=sd), warnings
+        df = np.inf if criteria.noise_df is None else float(criteria.noise_df)
+        if criteria.noise_df is not None:
+            text += f" with {criteria.noise_df} df, from an earlier study"
+        basis = Basis(text, "stated", provisional=True, alpha=look.alpha, pair_sd=sd, pair_df=df)
+        return basis, warnings
     return Basis("one pair, no measure of its noise", "none", provisional=False, alpha=look.alpha), warnings
 
 
@@ -128,10 +133,6 @@ def _pooled(pairs: Pairs, rows: list[int], floor: NoiseFloor, look: Look) -> tup
         return None, ["null_matched is declared but there are no null pairs: nothing was pooled"]
     if n == 1 and null_df < MIN_NULLS_FOR_ONE_SEED:
         return None, [f"one seed needs at least {MIN_NULLS_FOR_ONE_SEED} null pairs, there are {null_df}"]
-    if control_ss + test_ss == 0:
-        return None, [
-            "the null pairs are bit-identical, so they cannot be the noise of the gap: nothing was pooled"
-        ]
     if n > 1 and floor.too_quiet:
         ratio, low, high = floor.ratio
         return None, [

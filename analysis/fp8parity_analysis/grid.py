@@ -73,12 +73,40 @@ def endpoint_series(run: RunCurve, criteria: Criteria) -> Series:
     return series
 
 
+def distinct(runs: Sequence[RunCurve], criteria: Criteria) -> tuple[RunCurve, ...]:
+    """Return the runs without those whose curve repeats an earlier one bit for bit: they are no second measurement."""
+    kept: dict[tuple[bytes, bytes], RunCurve] = {}
+    for run in runs:
+        series = series_of(run, criteria)
+        key = (
+            (series.steps.tobytes(), series.loss.tobytes())
+            if series is not None
+            else (b"", run.label.encode())
+        )
+        kept.setdefault(key, run)
+    return tuple(kept.values())
+
+
 def control_runs_of(arm: Arm, seed: int, criteria: Criteria) -> tuple[RunCurve, ...]:
-    """Return the runs behind the control's mean: null runs too once they are declared as matched."""
+    """Return the distinct runs behind the control's mean: null runs too once they are declared as matched."""
     if not criteria.null_matched:
-        return arm.control[seed]
+        return distinct(arm.control[seed], criteria)
     extra = [run for run in arm.extra.get(seed, ()) if _usable_null(run, arm.control[seed][0], criteria)]
-    return (*arm.control[seed], *extra)
+    return distinct((*arm.control[seed], *extra), criteria)
+
+
+def repeated_remarks(arm: Arm, seeds: Sequence[int], criteria: Criteria) -> list[str]:
+    """Return a remark on replicas that repeat another run of their seed bit for bit."""
+    together = [arm.test[seed] for seed in seeds]
+    for seed in seeds:
+        extra = arm.extra.get(seed, ()) if criteria.null_matched else ()
+        together.append((*arm.control[seed], *extra))
+    repeated = sum(len(runs) - len(distinct(runs, criteria)) for runs in together)
+    if not repeated:
+        return []
+    return [
+        f"{repeated} replicas repeat another run of their seed bit for bit: they count once and show no noise"
+    ]
 
 
 def _usable_null(run: RunCurve, control: RunCurve | None, criteria: Criteria) -> bool:
@@ -96,7 +124,9 @@ def usable_controls(arm: Arm, criteria: Criteria) -> dict[int, tuple[RunCurve, .
     for seed in dict.fromkeys([*arm.control, *arm.extra]):
         members = (*arm.control.get(seed, ()), *arm.extra.get(seed, ()))
         first = next(iter(arm.control.get(seed, ())), None)
-        together[seed] = tuple(run for run in members if _usable_null(run, first, criteria))
+        usable = tuple(run for run in members if _usable_null(run, first, criteria))
+        # nulls that are only described may show that this device repeats itself; pooled ones must carry noise
+        together[seed] = distinct(usable, criteria) if criteria.null_matched else usable
     return together
 
 

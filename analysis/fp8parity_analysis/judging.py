@@ -232,7 +232,7 @@ def _onset_step(finding: reasons.Finding) -> int | None:
 def _need_seeds(finding: reasons.Finding) -> int | None:
     if finding.look.waiting_for is not None:
         return finding.look.waiting_for
-    if finding.outcome in (Outcome.INCONCLUSIVE, Outcome.WORSE_MARGIN_UNRESOLVED):
+    if finding.outcome in (Outcome.INCONCLUSIVE, Outcome.WORSE_MARGIN_UNRESOLVED) and not finding.withheld:
         return finding.advice.seeds
     return None
 

@@ -6,7 +6,8 @@ of replication. `alpha` is always the size of one one-sided test.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import product
 
@@ -20,35 +21,6 @@ EXACT_FLIPS_UP_TO = 12
 """Sign flips are enumerated up to this many seeds; beyond it the flip test is not offered."""
 
 
-@dataclass(frozen=True)
-class Estimate:
-    """Mean gap with its interval, one entry per replicate [R].
-
-    `se` NaN and infinite bounds where nothing is known.
-
-    `df` is infinite for a stated noise. `lo` and `hi` bound two one-sided tests of size `alpha` each.
-    """
-
-    gap: FloatArray
-    se: FloatArray
-    lo: FloatArray
-    hi: FloatArray
-    df: float
-    alpha: float
-
-    def p_greater(self, threshold: float = 0.0) -> FloatArray:
-        """Return the one-sided p-value of "the gap exceeds `threshold`" [R]."""
-        return upper_tail(self.gap - threshold, self.se, self.df)
-
-    def p_less(self, threshold: float = 0.0) -> FloatArray:
-        """Return the one-sided p-value of "the gap is below `threshold`" [R]."""
-        return upper_tail(threshold - self.gap, self.se, self.df)
-
-    def p_equivalent(self, margin: float) -> FloatArray:
-        """Return the TOST p-value of "the gap lies inside +-margin" [R]: the larger of the two one-sided."""
-        return np.maximum(self.p_less(margin), self.p_greater(-margin))
-
-
 def upper_tail(distance: FloatArray, se: FloatArray, df: float) -> FloatArray:
     """Return P(T > distance / se), T Student with `df` (normal if infinite); exact at se = 0.
 
@@ -60,6 +32,37 @@ def upper_tail(distance: FloatArray, se: FloatArray, df: float) -> FloatArray:
         ratio = distance / se
     ratio = np.where((se == 0) & (distance == 0), 0.0, ratio)
     return np.asarray(ndtr(-ratio) if np.isinf(df) else stdtr(df, -ratio), dtype=np.float64)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Mean gap with its interval, one entry per replicate [R].
+
+    `se` NaN and infinite bounds where nothing is known.
+
+    `df` is infinite for a stated noise. `lo` and `hi` bound two one-sided tests of size `alpha` each. `tail` turns
+    (distance, se, df) into the one-sided p-value that belongs to these bounds.
+    """
+
+    gap: FloatArray
+    se: FloatArray
+    lo: FloatArray
+    hi: FloatArray
+    df: float
+    alpha: float
+    tail: Callable[[FloatArray, FloatArray, float], FloatArray] = field(default=upper_tail, repr=False)
+
+    def p_greater(self, threshold: float = 0.0) -> FloatArray:
+        """Return the one-sided p-value of "the gap exceeds `threshold`" [R]."""
+        return self.tail(self.gap - threshold, self.se, self.df)
+
+    def p_less(self, threshold: float = 0.0) -> FloatArray:
+        """Return the one-sided p-value of "the gap is below `threshold`" [R]."""
+        return self.tail(threshold - self.gap, self.se, self.df)
+
+    def p_equivalent(self, margin: float) -> FloatArray:
+        """Return the TOST p-value of "the gap lies inside +-margin" [R]: the larger of the two one-sided."""
+        return np.maximum(self.p_less(margin), self.p_greater(-margin))
 
 
 def _mean(values: FloatArray) -> FloatArray:
@@ -105,10 +108,14 @@ def pooled_t(gap: FloatArray, null_ss: FloatArray, null_df: int, alpha: float) -
     return _estimate(_mean(gap), se, float(df), alpha, float(stdtrit(df, 1.0 - alpha)))
 
 
-def stated_noise(gap: FloatArray, pair_sd: float, alpha: float) -> Estimate:
-    """Return the normal interval for `gap` [R, n] when the sd of one gap is stated, not estimated."""
+def stated_noise(gap: FloatArray, pair_sd: float, alpha: float, df: float = np.inf) -> Estimate:
+    """Return the interval for `gap` [R, n] when the sd of one gap comes from elsewhere.
+
+    Normal where the sd is stated as known, Student's t with `df` where an earlier study estimated it.
+    """
     se = np.full(gap.shape[:-1], pair_sd / np.sqrt(gap.shape[-1]))
-    return _estimate(_mean(gap), se, np.inf, alpha, float(ndtri(1.0 - alpha)))
+    quantile = float(ndtri(1.0 - alpha) if np.isinf(df) else stdtrit(df, 1.0 - alpha))
+    return _estimate(_mean(gap), se, df, alpha, quantile)
 
 
 def holm(p_values: npt.ArrayLike) -> FloatArray:

@@ -13,20 +13,25 @@ from fp8parity_analysis.grid import (
     cadence_remarks,
     common_steps,
     control_runs_of,
+    distinct,
     endpoint_series,
     log_curves,
     mean_curves,
     poor_grid_remarks,
+    repeated_remarks,
     replicas_of,
     usable_controls,
 )
 from fp8parity_analysis.suspicion import (
     blow_ups,
+    broken_replicas,
     differences,
     left_out,
     lonely_divergence,
     mask_transients,
+    mixed_precision,
     spike_counts_of,
+    stopped,
     suspicious,
     unusable,
 )
@@ -71,7 +76,12 @@ def build_pairs(arm: Arm, criteria: Criteria) -> Pairs:
     warnings = list(left_out(arm))
     if not seeds:
         return _nothing(arm, ("no seed has both a control run and a run of this arm",), warnings)
-    invalid = [*unusable(arm, seeds, criteria), *differences(arm, seeds), *lonely_divergence(arm, criteria)]
+    invalid = [
+        *unusable(arm, seeds, criteria),
+        *mixed_precision(arm, seeds, criteria),
+        *differences(arm, seeds),
+        *lonely_divergence(arm, criteria),
+    ]
     if invalid:
         return _nothing(arm, tuple(invalid), warnings, seeds)
     baseline = health.broken_controls(arm.test, arm.control, seeds, criteria)
@@ -82,6 +92,7 @@ def build_pairs(arm: Arm, criteria: Criteria) -> Pairs:
     if short and not criteria.allow_prefix:
         return _nothing(arm, short, warnings, seeds)
     warnings += [f"judged on the common prefix: {text}" for text in short]
+    warnings += [*stopped(arm, seeds), *repeated_remarks(arm, seeds, criteria)]
     return _joined(arm, seeds, criteria, diverged, warnings)
 
 
@@ -103,9 +114,8 @@ def _joined(
     arm: Arm, seeds: tuple[int, ...], criteria: Criteria, diverged: Mapping[int, int], warnings: list[str]
 ) -> Pairs:
     control = {seed: control_runs_of(arm, seed, criteria) for seed in seeds}
-    whole = [
-        run for seed in seeds for run in (*control[seed], *(arm.test[seed] if seed not in diverged else ()))
-    ]
+    test = {seed: distinct(arm.test[seed], criteria) for seed in seeds}
+    whole = [run for seed in seeds for run in (*control[seed], *(test[seed] if seed not in diverged else ()))]
     steps = common_steps([endpoint_series(run, criteria) for run in whole])
     steps = steps[steps >= 0]
     if not len(steps):
@@ -121,7 +131,7 @@ def _joined(
     null_runs = usable_controls(arm, criteria)
     curves = log_curves(_every_run(arm, null_runs), criteria, steps)
     control_logs = [curves.of(control[seed]) for seed in seeds]
-    test_logs = [curves.of(arm.test[seed]) for seed in seeds]
+    test_logs = [curves.of(test[seed]) for seed in seeds]
     control_mean = mean_curves(control_logs)
     gap = mean_curves(test_logs) - control_mean
     count = 1 if criteria.endpoint == "final" else gaps.tail_count(len(steps), criteria.tail_fraction)
@@ -136,8 +146,11 @@ def _joined(
         test_runs=np.array([len(logs) for logs in test_logs], dtype=np.float64),
         control_runs=np.array([len(logs) for logs in control_logs], dtype=np.float64),
         control_nulls=replicas_of(null_runs, curves, count),
-        test_nulls=replicas_of(arm.test, curves, count),
-        invalid=tuple(suspicious(gap, seeds, steps, count, arm, {**diverged, **blown})),
+        test_nulls=replicas_of({**arm.test, **test}, curves, count),
+        invalid=(
+            *broken_replicas(control_logs, seeds, steps),
+            *suspicious(gap, seeds, steps, count, arm, {**diverged, **blown}),
+        ),
         diverged={**diverged, **blown},
         warnings=(*warnings, *masked, *poor_grid_remarks(len(steps))),
         spike_counts=spike_counts_of(arm, seeds),

@@ -54,6 +54,12 @@ class Finding:
         """The mean gap."""
         return float(self.estimate.gap[0])
 
+    @property
+    def withheld(self) -> bool:
+        """Whether the interval would pass and only the growth of the gap forbids it."""
+        low_enough = float(self.estimate.hi[0]) < self.criteria.margin and self.look.waiting_for is None
+        return self.outcome is Outcome.INCONCLUSIVE and low_enough and bool(self.growth.grows[0])
+
 
 def percent(value: float, digits: int = 3) -> str:
     """Return a fraction of the loss as signed per cent."""
@@ -122,7 +128,9 @@ def _conclusion(finding: Finding) -> str:
         Outcome.WORSE: f"worse: the whole interval lies above the margin of {margin}",
         Outcome.DIVERGED: f"diverged (soft): the gap was below the margin of {margin}, then grew beyond it",
         Outcome.WORSE_MARGIN_UNRESOLVED: f"worse than the control; whether by more than {margin} is open",
-        Outcome.INCONCLUSIVE: f"not settled: the data allow both an acceptable gap and one above {margin}"
+        Outcome.INCONCLUSIVE: f"not worse by the margin of {margin} here, but the gap is still growing: no pass"
+        if finding.withheld
+        else f"not settled: the data allow both an acceptable gap and one above {margin}"
         if finding.basis.kind != "none"
         else "not settled: one pair says nothing about its own noise",
     }
@@ -169,7 +177,7 @@ def _growth(finding: Finding) -> Iterator[str]:
         onset = int(steps[int(growth.onset[0])])
         before, rise = percent(float(growth.before[0])), percent(float(growth.rise[0]))
         yield f"it began to grow near step {onset} of {int(steps[-1])}: {before} until there, {rise} since"
-    if finding.outcome is Outcome.EQUIVALENT_BUT_GROWING:
+    if finding.outcome is Outcome.EQUIVALENT_BUT_GROWING or finding.withheld:
         projected = percent(finding.gap + slope)
         yield f"projection, not a finding: a straight line to twice the horizon gives {projected}"
 
@@ -248,7 +256,7 @@ def _not_claimed(finding: Finding) -> str:
 def _next(finding: Finding) -> Iterator[str]:
     if finding.look.waiting_for is not None:
         return
-    if finding.outcome is Outcome.EQUIVALENT_BUT_GROWING:
+    if finding.outcome is Outcome.EQUIVALENT_BUT_GROWING or finding.withheld:
         yield "next: train longer before relying on it"
     elif finding.outcome in (Outcome.WORSE, Outcome.DIVERGED):
         yield "next: see which layers left their range first, and keep those in BF16"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -50,17 +52,28 @@ def log_e_value(t: FloatArray, n: int, prior_variance: float = PRIOR_VARIANCE) -
 def anytime_t(gap: FloatArray, alpha: float, prior_variance: float = PRIOR_VARIANCE) -> Estimate:
     """Return the confidence sequence at n seeds of `gap` [R, n]: the e-process inverted.
 
-    The p-values of the result are not anytime-valid; its bounds are. Unbounded while n is too small.
+    Its one-sided p-values are 1 / E, so they agree with the bounds and hold at any number of seeds too. Unbounded
+    while n is too small.
     """
-    plain = paired_t(gap, alpha)
     n = gap.shape[-1]
     if n < 2:
-        return plain
+        return paired_t(gap, alpha)
+    plain = replace(paired_t(gap, alpha), tail=partial(_e_tail, n=n, prior_variance=prior_variance))
     grown = 1.0 + n * prior_variance
     power = math.exp((2.0 / n) * (math.log(1.0 / alpha) + 0.5 * math.log(grown)))
     if power >= grown:
         infinite = np.full(plain.gap.shape, np.inf)
-        return Estimate(plain.gap, plain.se, -infinite, infinite, plain.df, alpha)
+        return replace(plain, lo=-infinite, hi=infinite)
     limit = math.sqrt((n - 1) * (power - 1.0) / (1.0 - power / grown))
     half = limit * plain.se
-    return Estimate(plain.gap, plain.se, plain.gap - half, plain.gap + half, plain.df, alpha)
+    return replace(plain, lo=plain.gap - half, hi=plain.gap + half)
+
+
+def _e_tail(distance: FloatArray, se: FloatArray, df: float, *, n: int, prior_variance: float) -> FloatArray:
+    """Return min(1, 1 / E) where `distance` is positive, else 1."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        t = np.where(distance > 0, distance / se, 0.0)
+    t = np.where(np.isnan(t), 0.0, t)
+    with np.errstate(over="ignore", invalid="ignore"):
+        p = np.exp(-log_e_value(np.minimum(t, 1e150), n, prior_variance))
+    return np.asarray(np.where(distance > 0, np.minimum(1.0, p), 1.0), dtype=np.float64)

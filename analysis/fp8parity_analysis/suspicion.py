@@ -9,6 +9,7 @@ import numpy as np
 from fp8parity_analysis import gap as gaps
 from fp8parity_analysis.arms import SHOWN, Arm, differing, listed, runs_of, series_of
 from fp8parity_analysis.health import nonfinite_from
+from fp8parity_analysis.schema import EVAL_ARM, EVAL_BF16, TRAIN, Role, Status
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -57,6 +58,53 @@ def unusable(arm: Arm, seeds: Sequence[int], criteria: Criteria) -> Iterator[str
     lacking = [run.label for run in runs if _lacks_curve(series_of(run, criteria))]
     if lacking:
         yield f"no {wanted} ({criteria.eval_precision} forward) in: {listed(lacking)}"
+
+
+def stopped(arm: Arm, seeds: Sequence[int]) -> Iterator[str]:
+    """Yield a remark on runs that somebody stopped: their learning rate may not have reached its end."""
+    runs = [run.label for run in runs_of(arm, seeds) if run.status is Status.STOPPED]
+    if runs:
+        yield (
+            f"stopped before their planned end: {listed(runs)}; this verdict is about the step they reached, in the "
+            "middle of a schedule"
+        )
+
+
+def mixed_precision(arm: Arm, seeds: Sequence[int], criteria: Criteria) -> Iterator[str]:
+    """Yield why the evaluations of one side cannot be one endpoint: some state another precision than others."""
+    if criteria.endpoint == TRAIN:
+        return
+    for side, runs in (("control", arm.control), ("this arm", arm.test)):
+        found: dict[str, str] = {}
+        for run in [run for seed in seeds for run in runs[seed]]:
+            found.setdefault(_decides(run, criteria), run.label)
+        if len(found) > 1:
+            told = ", ".join(f"{precision} in {label}" for precision, label in found.items())
+            yield f"the runs of {side} were evaluated in different precisions: {told}; state one for all of them"
+
+
+def _decides(run: RunCurve, criteria: Criteria) -> str:
+    """Return the precision of the series that decides; a control's own forward is BF16 under either name."""
+    series = series_of(run, criteria)
+    for (split, precision), candidate in run.evals.items():
+        if split == criteria.split and candidate is series:
+            return EVAL_BF16 if precision == EVAL_ARM and run.role is not Role.TEST else precision
+    return "none"
+
+
+def broken_replicas(
+    control_logs: Sequence[FloatArray], seeds: Sequence[int], steps: IntArray
+) -> Iterator[str]:
+    """Yield the seeds whose control runs [r, K] end apart: their mean would hide which of them broke."""
+    for logs, seed in zip(control_logs, seeds, strict=True):
+        if len(logs) < 2:
+            continue
+        starts = gaps.blow_up_starts(logs.max(axis=0, keepdims=True) - logs.min(axis=0, keepdims=True))
+        if starts[0] is not None:
+            yield (
+                f"seed {seed}: its control runs are more than {gaps.BLOW_UP_GAP:.0%} apart from step "
+                f"{int(steps[starts[0]])} to the end; one of them broke, so their mean is no baseline"
+            )
 
 
 def _lacks_curve(series: Series | None) -> bool:

@@ -100,6 +100,9 @@ def judge(
     endpoint: Annotated[str | None, typer.Option(help="held_out, train or final.")] = None,
     eval_precision: Annotated[str | None, typer.Option(help="bf16, or arm: each arm's own forward.")] = None,
     noise_sd: Annotated[str | None, typer.Option(help="Known run-to-run sd, such as 0.15%.")] = None,
+    noise_from: Annotated[
+        Path | None, typer.Option(help="An earlier study whose noise floor is the run-to-run sd.")
+    ] = None,
     null_matched: Annotated[
         bool, typer.Option("--null-matched", help="Declare that nulls may be pooled.")
     ] = False,
@@ -126,17 +129,21 @@ def judge(
     as_json: AsJson = False,
 ) -> None:
     """Judge stored runs or anybody's curves. Trains nothing."""
-    from fp8parity.judging import judge_paths, mapping_of
+    from fp8parity.errors import UsageError
+    from fp8parity.judging import judge_paths, mapping_of, noise_of_study
     from fp8parity_analysis.importers import DEFAULT_RUN_PATTERN, ImportSettings
 
+    if noise_from is not None and noise_sd is not None:
+        raise UsageError("--noise-sd and --noise-from are two answers to one question; give one of them")
     judgement = judge_paths(
         sources,
         {
+            **(noise_of_study(noise_from) if noise_from is not None else {}),
             "margin": margin,
             "confidence": confidence,
             "endpoint": endpoint,
             "eval_precision": eval_precision,
-            "noise_sd": noise_sd,
+            **({"noise_sd": noise_sd} if noise_sd is not None else {}),
             "null_matched": null_matched or None,
             "correction": "holm" if holm else None,
             "speedup": speedup,

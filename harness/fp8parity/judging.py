@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from fp8parity.recipe_file import parse_fraction
-from fp8parity.study import criteria_from_json, launch_digest
+from fp8parity.study import criteria_from_json, is_post_hoc
 from fp8parity_analysis import schema
 from fp8parity_analysis.criteria import Criteria
 from fp8parity_analysis.curves import CurveSet
 from fp8parity_analysis.errors import BadInputError
 from fp8parity_analysis.importers import ImportSettings, read_curves
-from fp8parity_analysis.json_files import write_json
+from fp8parity_analysis.json_files import read_json, write_json
 from fp8parity_analysis.store import read_runs, read_study
 from fp8parity_analysis.verdict import Judgement
 from fp8parity_analysis.verdict import judge as judge_curves
@@ -55,7 +55,7 @@ def judge_study(study_dir: Path, options: Mapping[str, Any]) -> Judgement:
             "without them would be about the survivors. Run the study again, or take them out of the recipe file"
         )
     curves = CurveSet.from_runs(records)
-    return judge_curves(curves, criteria, post_hoc=launch_digest(criteria) != study["criteria_at_launch"])
+    return judge_curves(curves, criteria, post_hoc=is_post_hoc(criteria, study["criteria_at_launch"]))
 
 
 def judge_paths(sources: Sequence[str], options: Mapping[str, Any], settings: ImportSettings) -> Judgement:
@@ -66,6 +66,26 @@ def judge_paths(sources: Sequence[str], options: Mapping[str, Any], settings: Im
     if len(sources) == 1 and (Path(sources[0]) / schema.STUDY_FILE).exists():
         return judge_study(Path(sources[0]), options)
     return judge_curves(read_curves(sources, settings), changed_criteria(Criteria(), options))
+
+
+def noise_of_study(path: Path) -> dict[str, Any]:
+    """Return `noise_sd` and `noise_df` as an earlier study measured them: a run around the mean of its own seed.
+
+    `path` is a study directory or its verdicts.json. Of all arms and both sides the largest sd is taken, with its
+    degrees of freedom. `BadInputError` when the study had no replicas that differ.
+    """
+    source = path / schema.VERDICTS_FILE if path.is_dir() else path
+    verdicts = read_json(source).get("verdicts")
+    floors = [item.get("noise_floor") or {} for item in verdicts or () if isinstance(item, Mapping)]
+    spreads = [floor.get(side) or {} for floor in floors for side in ("control_run", "test_run")]
+    known = [(spread["sd"], spread["df"]) for spread in spreads if spread.get("sd") and spread.get("df")]
+    if not known:
+        raise BadInputError(
+            f"--noise-from {path}: no arm there has replicas that differ, so it has no noise floor; add a null arm "
+            "to that study, or state --noise-sd"
+        )
+    sd, df = max(known)
+    return {"noise_sd": sd, "noise_df": df}
 
 
 def mapping_of(option: str, pairs: Sequence[str]) -> dict[str, str]:

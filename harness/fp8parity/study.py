@@ -47,8 +47,17 @@ def _kept_axis(matrix: Matrix) -> tuple[tuple[str, float], ...]:
 
 
 def launch_digest(criteria: Criteria) -> str:
-    """Return the digest that tells *post hoc* criteria; the trend follows from the arms and is no choice of its own."""
-    return replace(criteria, trend=()).digest()
+    """Return the digest that tells *post hoc* criteria; trend and burn-in follow from the arms, nobody chooses them."""
+    return replace(criteria, trend=(), burn_in_step=0).digest()
+
+
+def is_post_hoc(criteria: Criteria, at_launch: str) -> bool:
+    """Whether `criteria` differ from those whose digest was written at launch.
+
+    The burn-in follows from the arms' warm-up, as the trend does: an arm that is added later may lengthen it. The
+    second form is what launches wrote before that.
+    """
+    return at_launch not in (launch_digest(criteria), replace(criteria, trend=()).digest())
 
 
 def criteria_from_json(document: Mapping[str, Any]) -> Criteria:

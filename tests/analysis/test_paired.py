@@ -113,3 +113,11 @@ def test_replicates_do_not_see_each_other():
     together = paired.paired_t(values, 0.05)
     alone = [paired.paired_t(row[None], 0.05) for row in values]
     assert np.array_equal(together.lo, np.concatenate([item.lo for item in alone]))
+
+
+def test_noise_of_an_earlier_study_widens_by_its_degrees_of_freedom() -> None:
+    gap = np.array([[0.001]])
+    known, measured = paired.stated_noise(gap, 0.002, 0.05), paired.stated_noise(gap, 0.002, 0.05, df=6.0)
+    assert measured.hi[0] - 0.001 == pytest.approx(0.002 * scipy.stats.t.ppf(0.95, 6), rel=1e-12)
+    assert known.hi[0] - 0.001 == pytest.approx(0.002 * scipy.stats.norm.ppf(0.95), rel=1e-12)
+    assert measured.p_greater()[0] == pytest.approx(scipy.stats.t.sf(0.5, 6), rel=1e-10)

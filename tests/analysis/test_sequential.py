@@ -51,3 +51,19 @@ def test_few_seeds_bound_nothing():
     estimate = sequential.anytime_t(np.array([[0.001, 0.0012]]), 0.05)
     assert estimate.hi[0] == np.inf
     assert sequential.anytime_t(np.array([[0.001]]), 0.05).hi[0] == np.inf
+
+
+@pytest.mark.parametrize("n", [3, 5, 8])
+def test_the_p_values_of_a_confidence_sequence_agree_with_its_bounds(n: int) -> None:
+    rng = np.random.default_rng(n)
+    gap = 0.003 * rng.standard_normal((500, n)) + 0.003 * rng.standard_normal((500, 1))
+    estimate = sequential.anytime_t(gap, 0.05)
+    assert np.array_equal(estimate.p_greater() < 0.05, estimate.lo > 0)
+    assert np.array_equal(estimate.p_less(0.002) < 0.05, estimate.hi < 0.002)
+    assert estimate.p_greater().min() >= (1 + n) ** (-(n - 1) / 2) - 1e-12  # the largest e-value there can be
+
+
+def test_seeds_without_spread_give_finite_p_values() -> None:
+    estimate = sequential.anytime_t(np.full((1, 4), 0.001), 0.05)
+    assert np.isfinite(estimate.p_greater()).all()
+    assert estimate.p_less()[0] == 1.0

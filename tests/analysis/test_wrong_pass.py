@@ -8,7 +8,7 @@ import pytest
 
 from fp8parity_analysis.criteria import Criteria
 from fp8parity_analysis.curves import CurveSet
-from fp8parity_analysis.schema import Gate
+from fp8parity_analysis.schema import Gate, Outcome
 from fp8parity_analysis.verdict import Verdict, judge
 
 STEPS = np.arange(50, 2001, 50)
@@ -109,3 +109,126 @@ def test_no_correction_passes_before_the_first_look(correction: str) -> None:
     table = curves(("rowwise", "tensorwise"), seeds=3)
     criteria = Criteria(looks=(5, 8), correction=correction)  # type: ignore[arg-type]
     assert verdict(table, criteria).gate is Gate.INCONCLUSIVE
+
+
+def grown(table: pd.DataFrame, arm: str, gap: np.ndarray) -> pd.DataFrame:
+    """Return `table` with `gap` [K] added to the log loss of an arm."""
+    rows = table["arm"] == arm
+    table.loc[rows, "loss"] *= np.exp(np.tile(gap, int(rows.sum()) // len(gap)))
+    return table
+
+
+def noisy(table: pd.DataFrame, sd: float) -> pd.DataFrame:
+    """Return `table` with a constant of its own for each run of the recipe, so that intervals are wide."""
+    rng = np.random.default_rng(3)
+    rows = table["arm"] == "rowwise"
+    table.loc[rows, "loss"] *= np.exp(
+        np.repeat(sd * rng.standard_normal(int(rows.sum()) // len(STEPS)), len(STEPS))
+    )
+    return table
+
+
+@pytest.mark.parametrize(("start", "untouched"), [(-0.004, Outcome.NON_INFERIOR), (-0.03, Outcome.BETTER)])
+def test_nothing_passes_while_its_gap_grows(start: float, untouched: Outcome) -> None:
+    rising = start * (2 - STEPS / STEPS[-1])  # a gap that is low enough but has been growing all along
+    flat = np.full(len(STEPS), start)
+    assert verdict(grown(noisy(curves(), 0.004), "rowwise", flat)).outcome is untouched
+    found = verdict(grown(noisy(curves(), 0.004), "rowwise", rising))
+    assert found.outcome is Outcome.INCONCLUSIVE
+    assert "still growing" in found.reasons[0]
+    assert found.need_seeds is None
+    assert found.reasons[-1].startswith("next: train longer")
+
+
+def test_seeds_evaluated_in_different_precisions() -> None:
+    table = curves()
+    table["eval_precision"] = "bf16"
+    table.loc[(table["arm"] == "rowwise") & (table["seed"] >= 3), "eval_precision"] = None
+    found = verdict(table)
+    assert found.gate is Gate.INVALID
+    assert "different precisions: bf16 in rowwise seed 0, unstated in rowwise seed 3" in found.reasons[0]
+
+
+def test_runs_that_somebody_stopped_are_named() -> None:
+    table = curves()
+    table["status"] = "stopped"
+    assert any("stopped before their planned end" in text for text in verdict(table).warnings)
+
+
+def test_an_own_forward_that_breaks_is_told() -> None:
+    table = curves().assign(eval_precision="bf16")
+    own = table.assign(eval_precision="arm")
+    own.loc[(own["arm"] == "rowwise") & (own["step"] > 1500), "loss"] = np.nan
+    found = verdict(pd.concat([table, own], ignore_index=True))
+    assert any(
+        "not described: held_out (arm forward), which is non-finite" in text for text in found.warnings
+    )
+
+
+def with_nulls(table: pd.DataFrame, sd: float, seed: int = 8) -> pd.DataFrame:
+    """Return `table` with one null run per seed: `sd` away from its control, 0 for an exact repetition."""
+    rng = np.random.default_rng(seed)
+    nulls = table[table["arm"] == "bf16"].assign(arm="bf16_null")
+    nulls["loss"] *= np.exp(np.repeat(sd * rng.standard_normal(len(nulls) // len(STEPS)), len(STEPS)))
+    return pd.concat([table, nulls], ignore_index=True)
+
+
+def test_exact_repetitions_are_no_null_pairs() -> None:
+    found = verdict(with_nulls(curves(), 0.0), Criteria(null_matched=True))
+    assert found.n_null_pairs == 0
+    assert found.basis.startswith("paired t")
+    assert any("no null pairs" in text for text in found.warnings)
+    assert any("5 replicas repeat another run" in text for text in found.warnings)
+
+
+def test_one_exact_repetition_adds_no_degree_of_freedom() -> None:
+    table = with_nulls(curves(), 0.0005)
+    same = (table["arm"] == "bf16_null") & (table["seed"] == 2)
+    table.loc[same, "loss"] = table.loc[(table["arm"] == "bf16") & (table["seed"] == 2), "loss"].to_numpy()
+    found = verdict(table, Criteria(null_matched=True))
+    assert found.n_null_pairs == 4
+    assert "4 df of null pairs" in found.basis
+
+
+def test_a_null_replica_that_broke_cannot_lift_the_baseline() -> None:
+    table = with_nulls(curves(), 0.0005)
+    late = (table["arm"] == "bf16_null") & (table["seed"] == 1) & (table["step"] > 1000)
+    table.loc[late, "loss"] *= 1.08
+    assert verdict(table, Criteria(null_matched=True)).gate is Gate.INVALID
+    assert verdict(table).gate is Gate.PASS  # where nulls are not pooled, they touch nothing
+
+
+def test_a_copied_replica_does_not_halve_the_stated_noise() -> None:
+    table = curves(seeds=1)
+    copy = table[table["arm"] == "rowwise"].assign(replica=1)
+    alone = verdict(table, Criteria(noise_sd=0.001))
+    doubled = verdict(pd.concat([table.assign(replica=0), copy], ignore_index=True), Criteria(noise_sd=0.001))
+    assert doubled.interval == alone.interval
+
+
+@pytest.mark.parametrize("correction", ["per_comparison", "holm"])
+def test_a_correction_never_narrows_an_anytime_verdict(correction: str) -> None:
+    table = noisy(curves(("rowwise", "tensorwise"), seeds=5), 0.0009)
+    criteria = Criteria(anytime=True, correction=correction)  # type: ignore[arg-type]
+    judgement = judge(CurveSet.from_table(table), criteria)
+    for item, evidence in zip(judgement.verdicts, judgement.evidence, strict=True):
+        lo, hi = item.interval
+        p = evidence.p_values["equivalent"]
+        assert p is not None
+        assert lo is not None
+        assert hi is not None
+        assert (p < 0.05) == (lo > -0.0025 and hi < 0.0025)
+
+
+def test_contrasts_are_corrected_where_the_verdicts_are() -> None:
+    arms = ("a", "b", "c")
+    rng = np.random.default_rng(5)
+    table = curves(arms)
+    for arm, gap in zip(arms, (0.0, 0.0006, 0.0012), strict=True):
+        rows = table["arm"] == arm
+        table.loc[rows, "loss"] *= np.exp(gap + np.repeat(0.0006 * rng.standard_normal(5), len(STEPS)))
+    plain = judge(CurveSet.from_table(table), Criteria()).contrasts
+    holm = judge(CurveSet.from_table(table), Criteria(correction="holm")).contrasts
+    raw = sorted(item.p for item in plain if item.p is not None)
+    assert sorted(item.p for item in holm if item.p is not None)[0] == pytest.approx(min(1.0, 3 * raw[0]))
+    assert [item.interval for item in holm] == [item.interval for item in plain]

@@ -186,6 +186,33 @@ def test_judge_reads_other_names_and_options(tmp_path: Path, capsys: pytest.Capt
     assert json.loads(text)["criteria"]["correction"] == "holm"
 
 
+def test_judge_takes_the_noise_floor_of_an_earlier_study(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    earlier = csv_of(tmp_path / "earlier.csv", {seed: 0.0002 * (seed + 1) for seed in range(8)})
+    table = pd.read_csv(earlier)
+    sizes = {seed: 1 + 0.0003 * (-1) ** seed for seed in range(8)}
+    nulls = table[table["arm"] == "bf16"].assign(arm="bf16_null")
+    nulls["loss"] *= nulls["seed"].map(sizes)
+    pd.concat([table, nulls]).to_csv(earlier, index=False)
+    floor = tmp_path / "verdicts.json"
+    floor.write_text(call(capsys, "judge", str(earlier), "--json")[1])
+    pair = csv_of(tmp_path / "pair.csv", {0: 0.0002})
+    code, text, _ = call(capsys, "judge", str(pair), "--noise-from", str(floor), "--json")
+    verdict = json.loads(text)["verdicts"][0]
+    assert code == 0
+    assert verdict["provisional"]
+    assert verdict["basis"] == (
+        "one pair against a stated run-to-run sd of 0.0212 % with 8 df, from an earlier study"
+    )
+    assert call(capsys, "judge", str(pair), "--json")[0] == 11
+    code, _, error = call(capsys, "judge", str(pair), "--noise-from", str(floor), "--noise-sd", "0.1%")
+    assert (code, "two answers to one question" in error) == (64, True)
+    floor.write_text(call(capsys, "judge", str(pair), "--json")[1])
+    code, _, error = call(capsys, "judge", str(pair), "--noise-from", str(floor))
+    assert (code, "it has no noise floor" in error) == (64, True)
+
+
 def test_judge_reads_a_tensorboard_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from torch.utils.tensorboard import SummaryWriter
 
