@@ -75,6 +75,8 @@ def endpoint_series(run: RunCurve, criteria: Criteria) -> Series:
 
 def distinct(runs: Sequence[RunCurve], criteria: Criteria) -> tuple[RunCurve, ...]:
     """Return the runs without those whose curve repeats an earlier one bit for bit: they are no second measurement."""
+    if len(runs) < 2:
+        return tuple(runs)
     kept: dict[tuple[bytes, bytes], RunCurve] = {}
     for run in runs:
         series = series_of(run, criteria)

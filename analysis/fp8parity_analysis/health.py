@@ -106,11 +106,10 @@ def truncated(
     """
     runs = [run for seed in seeds for run in (*control[seed], *(test[seed] if seed not in diverged else ()))]
     longest = max(run.last_step for run in runs)
-    ends = [(run, _end_of(series_of(run, criteria))) for run in runs]
     return tuple(
-        f"{run.label} ends at step {last} of {longest}"
-        for run, (last, cadence) in ends
-        if ends_early(last, cadence, longest)
+        f"{run.label} ends at step {series.steps[-1] if series is not None and len(series.steps) else 0} of {longest}"
+        for run in runs
+        if _is_short(series := series_of(run, criteria), longest)
     )
 
 
@@ -119,9 +118,11 @@ def ends_early(last: int, cadence: int, longest: int) -> bool:
     return last < LENGTH_FRAC * longest and last + cadence <= longest
 
 
-def _end_of(series: Series | None) -> tuple[int, int]:
-    """Return the last step of a series and the usual distance between its steps (1 for a single one)."""
+def _is_short(series: Series | None, longest: int) -> bool:
     if series is None or not len(series.steps):
-        return 0, 1
+        return ends_early(0, 1, longest)
+    last = int(series.steps[-1])
+    if last >= LENGTH_FRAC * longest:
+        return False
     cadence = int(np.median(np.diff(series.steps))) if len(series.steps) > 1 else 1
-    return int(series.steps[-1]), cadence
+    return ends_early(last, cadence, longest)
