@@ -32,6 +32,8 @@ from fp8parity.shapes import ShapeProblem, linear_shapes, shape_problems
 from fp8parity.spec import ModelSpec, PrecisionSpec, RunSpec
 from fp8parity.token_meta import BYTE_VOCAB, read_meta
 from fp8parity.yaml_marks import KeyPath, MarkedYaml, load
+from fp8parity_analysis.criteria import Criteria
+from fp8parity_analysis.errors import BadInputError
 from fp8parity_analysis.schema import SCHEMA_VERSION
 
 
@@ -254,6 +256,8 @@ def expand(recipe: RecipeFile, marked: MarkedYaml) -> Matrix:
         )
     valid = _check_cells(recipe, cells, marked.path.parent, problems, has_tests=has_tests)
     _check_control(recipe, problems)
+    _check_used(recipe, problems, has_tests=has_tests)
+    _check_criteria(recipe, problems)
     if problems:
         raise UsageError(str(problems))
     return Matrix(
@@ -264,6 +268,44 @@ def expand(recipe: RecipeFile, marked: MarkedYaml) -> Matrix:
         recipe.runtime,
         marked.path,
     )
+
+
+def _check_used(recipe: RecipeFile, problems: Problems, *, has_tests: bool) -> None:
+    """Refuse entries that change nothing: a misspelt value must not pass for an excluded cell or a null arm."""
+    for index, drop in enumerate(recipe.exclude):
+        unknown = [key for key in drop if key not in recipe.axes]
+        missing = [key for key in drop if key in recipe.axes and drop[key] not in recipe.axes[key]]
+        if unknown:
+            problems.add(
+                ("exclude", index, unknown[0]), "is no axis, so this entry excludes nothing; name an axis"
+            )
+        elif missing:
+            key = missing[0]
+            values = ", ".join(map(str, recipe.axes[key]))
+            problems.add(
+                ("exclude", index, key),
+                f"{drop[key]!r} is no value of this axis, so it excludes nothing; values: {values}",
+            )
+    for index, null in enumerate(recipe.null):
+        if null.arm == "control":
+            continue
+        absent = sorted(set(null.seeds or ()) - set(recipe.seeds))
+        if not has_tests:
+            problems.add(("null", index, "arm"), "there is no FP8 arm to repeat; write arm: control")
+        elif absent:
+            problems.add(
+                ("null", index, "seeds"),
+                f"seeds {absent} have no run of an FP8 arm to repeat; add them to seeds",
+            )
+
+
+def _check_criteria(recipe: RecipeFile, problems: Problems) -> None:
+    try:
+        Criteria(**recipe.criteria.model_dump())
+    except BadInputError as error:
+        key, _, message = str(error).partition(": ")
+        known = key in type(recipe.criteria).model_fields
+        problems.add(("criteria", key) if known else ("criteria",), message if known else str(error))
 
 
 def _ordered_runs(recipe: RecipeFile, cells: Sequence[RunSpec]) -> tuple[PlannedRun, ...]:

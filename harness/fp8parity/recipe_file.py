@@ -162,6 +162,9 @@ class RecipeFile(Frozen):
         repeated = sorted({s for s in seeds if seeds.count(s) > 1})
         if repeated:
             raise ValueError(f"seeds {repeated} stand twice; a repeated seed is no new evidence")
+        large = [s for s in seeds if s >= 2**32]
+        if large:
+            raise ValueError(f"seeds {large} are beyond 2^32 - 1, the largest that every generator takes")
         return seeds
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -70,6 +71,37 @@ def test_excluding_everything_is_an_error(write_recipe: WriteRecipe) -> None:
     path = write_recipe({"exclude": [{"precision.recipe": "rowwise"}, {"precision.recipe": "tensorwise"}]})
     with pytest.raises(UsageError, match="exclude: excludes every cell"):
         matrix.read(path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (
+            {"exclude": [{"precision.recipe": "rowise"}]},
+            "precision.recipe: 'rowise' is no value of this axis",
+        ),
+        ({"exclude": [{"optim.lr": 0.1}]}, "exclude.0.optim.lr: is no axis, so this entry excludes nothing"),
+        (
+            {"null": [{"kind": "rerun", "arm": "test", "seeds": [9]}]},
+            "null.0.seeds: seeds [9] have no run of an FP8 arm to repeat",
+        ),
+        ({"criteria": {"looks": [5, 3]}}, "criteria.looks: (5, 3) must increase"),
+        ({"criteria": {"margin": 0.7}}, "criteria.margin: 0.7 is outside (0, 0.5)"),
+        (
+            {"criteria": {"looks": [3, 5], "anytime": True}},
+            "criteria.anytime: true and looks are two answers",
+        ),
+        ({"seeds": [2**32]}, "seeds [4294967296] are beyond 2^32 - 1"),
+    ],
+)
+def test_what_would_change_nothing_or_break_later_has_its_line(
+    write_recipe: WriteRecipe, changes: dict[str, Any], said: str
+) -> None:
+    path = write_recipe(changes)
+    with pytest.raises(UsageError) as caught:
+        matrix.read(path)
+    assert re.search(rf"^{re.escape(str(path))}:\d+: ", str(caught.value))
+    assert said in str(caught.value)
 
 
 def test_null_only_study(write_recipe: WriteRecipe) -> None:
