@@ -32,6 +32,14 @@ MAX_RETRIES = 2
 FULL_DISK = "no space left on the device"
 """What a worker says of a full disk; trying again at once would only fail again."""
 
+COMPILE_CACHE_DIR = "compile_cache"
+COMPILE_CACHES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
+"""Environment variables and folders of the compile caches: a study's runs compile each kernel once.
+
+The study's own, since torch's keys know nothing of the patch that every worker applies to the compiler: in torch's
+common folder a worker would find code that an unpatched process compiled from the same graph.
+"""
+
 POLL_SECONDS = 0.2
 GRACE_SECONDS = 60.0
 
@@ -137,6 +145,10 @@ class Launcher:
         sharing = -(-self.slots // max(1, len(self.gpus) or self.slots))
         extra["FP8PARITY_RUNS_PER_DEVICE"] = str(sharing)
         extra[PARENT_PID] = str(os.getpid())
+        caches = self.out.resolve() / COMPILE_CACHE_DIR
+        extra |= {
+            name: os.environ.get(name) or str(caches / folder) for name, folder in COMPILE_CACHES.items()
+        }
         if self.gpus:
             extra["CUDA_VISIBLE_DEVICES"] = self.gpus[job.slot % len(self.gpus)]
         return {**os.environ, **extra, "TORCHAO_FORCE_SKIP_LOADING_SO_FILES": "1"}

@@ -26,6 +26,7 @@ run_dir = pathlib.Path(sys.argv[-1])
 script = json.loads((run_dir / "script.json").read_text())
 attempt = len(list(run_dir.glob("attempt-*")))
 (run_dir / f"attempt-{attempt}").write_text(os.environ.get("CUDA_VISIBLE_DEVICES", ""))
+(run_dir / "environment.json").write_text(json.dumps(dict(os.environ)))
 action = script[min(attempt, len(script) - 1)]
 print(action.get("say", ""), flush=True)
 if action.get("wait_for_term"):
@@ -168,3 +169,16 @@ def test_last_row_of_a_stream_that_is_being_written(tmp_path: Path) -> None:
     row = last_row(path)
     assert row is not None
     assert row["step"] == 499
+
+
+def test_the_runs_of_a_study_share_compile_caches_of_their_own(
+    tmp_path: Path, study_with: Callable[..., list[Path]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    monkeypatch.setenv("TRITON_CACHE_DIR", "/elsewhere")  # the user's own choice stays
+    dirs = study_with([DONE], [DONE])
+    go(tmp_path, dirs)
+    for run_dir in dirs:
+        seen = json.loads((run_dir / "environment.json").read_text())
+        assert seen["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path.resolve() / "compile_cache" / "inductor")
+        assert seen["TRITON_CACHE_DIR"] == "/elsewhere"

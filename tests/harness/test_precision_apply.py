@@ -6,6 +6,7 @@ import subprocess
 import sys
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -290,6 +291,43 @@ def test_the_blockwise_prototype_says_what_it_needs() -> None:
         model = nn.Sequential(nn.Linear(128, 128, bias=False))
         with pytest.raises(UsageError, match=r"found no CUDA device; write backend: reference .*\(layer 0\)"):
             precision.apply(model, plan_of("0"), p)
+
+
+def kernels_like_torchaos() -> SimpleNamespace:
+    """The five autotuned kernels of torchao 0.18, with the tiles it tunes over; their module needs triton."""
+    groups = [
+        SimpleNamespace(kwargs={"NUM_GROUPS": g}, num_warps=w, num_stages=s)
+        for g in (2, 16, 32, 64, 128) for w in (2, 4, 8) for s in (2, 4, 6)
+    ]  # fmt: skip
+    plain = [SimpleNamespace(kwargs={}, num_warps=w, num_stages=s) for w in (4, 8) for s in (2, 4)]
+    return SimpleNamespace(
+        **{
+            name: SimpleNamespace(configs=plain if "weight" in name else groups)
+            for name in torchao_blockwise.TILES
+        }
+    )
+
+
+def test_each_blockwise_quantiser_is_left_one_of_torchaos_own_tiles() -> None:
+    kernels = kernels_like_torchaos()
+    offered = {name: list(kernel.configs) for name, kernel in vars(kernels).items()}
+    for _ in range(2):  # every converted layer asks for it
+        torchao_blockwise.fix_tiles(kernels)
+        for name, (kwargs, warps, stages) in torchao_blockwise.TILES.items():
+            (kept,) = getattr(kernels, name).configs
+            assert (kept.kwargs, kept.num_warps, kept.num_stages) == (kwargs, warps, stages)
+            assert any(kept is tile for tile in offered[name])
+
+
+def test_a_torchao_without_the_expected_tile_is_refused_by_name() -> None:
+    name = "triton_fp8_blockwise_act_quant_rhs_kernel"
+    kernels = kernels_like_torchaos()
+    getattr(kernels, name).configs = []
+    with pytest.raises(UsageError, match=f"{name} with the tile .*install torchao 0.18"):
+        torchao_blockwise.fix_tiles(kernels)
+    delattr(kernels, name)
+    with pytest.raises(UsageError, match=name):
+        torchao_blockwise.fix_tiles(kernels)
 
 
 def test_every_recipe_has_the_reference_backend() -> None:

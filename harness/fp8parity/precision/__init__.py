@@ -155,7 +155,7 @@ def apply(
 def _notes(precision: PrecisionSpec, jitter: float) -> tuple[str, ...]:
     notes = {
         "reference": ("emulated: exact casts, products summed in float32",),
-        "torchao_blockwise": ("torchao prototype",),
+        "torchao_blockwise": ("torchao prototype", "autotune: fixed (one tile per quantisation kernel)"),
         "torchao_float8": (),
     }[precision.backend]
     return notes if jitter == 1.0 else (*notes, f"rounding grid shifted by {jitter!r}")

@@ -1,16 +1,23 @@
 """torchao's block-scaled linear (torchao.prototype.blockwise_fp8_training, 0.18): a prototype, Hopper only.
 
-NOT RUN by this project's tests: it needs CUDA, Triton and compute capability 9.0, and the tests have none.
-Its casts are those of the `blockwise` recipe of `casts.py`, which the tests compare with the PyTorch
-references in torchao's source. `effective.effective_differences` says on the machine itself whether the
+It needs CUDA, Triton and compute capability 9.0: only `tests/gpu` runs it. Its casts are those of the
+`blockwise` recipe of `casts.py`, which the other tests compare with the PyTorch references in torchao's
+source. `effective.effective_differences` says on the machine itself whether the
 layer computes what is declared.
 
 torchao's module multiplies in bf16 only, takes no bias, needs multiples of 128 throughout and, like its
 float8 module, knows no autocast of its own; the subclass casts input and weight to the compute dtype first.
+
+torchao tunes each of its five quantisation kernels over up to 45 tiles at the first use of every size, minutes
+before the first step of a model. A tile cannot change a code: a group's amax and scale do not depend on how
+many groups a program handles (`tests/gpu/test_blockwise_kernels.py` compares all tiles). So each kernel is
+given one of torchao's own tiles, chosen for Hopper: 128-byte rows of loads and stores, no spilled register,
+1024 threads per multiprocessor.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,6 +31,36 @@ if TYPE_CHECKING:
 
 MULTIPLE = 128
 
+Tile = tuple[dict[str, int], int, int]
+"""A Triton configuration: keyword arguments, warps, stages."""
+
+TILES: dict[str, Tile] = {
+    "triton_fp8_blockwise_act_quant_lhs_kernel": ({"NUM_GROUPS": 32}, 4, 2),
+    "triton_fp8_blockwise_act_quant_rhs_kernel": ({"NUM_GROUPS": 64}, 8, 2),
+    "triton_fp8_blockwise_act_quant_transposed_lhs_kernel": ({"NUM_GROUPS": 64}, 8, 2),
+    "triton_fp8_blockwise_weight_quant_rhs_kernel": ({}, 8, 2),
+    "triton_fp8_blockwise_weight_quant_transposed_rhs_kernel": ({}, 8, 2),
+}
+"""The tile each quantisation kernel runs with; `benchmarks/blockwise_tiles.py` times all of torchao's."""
+
+
+def fix_tiles(kernels: Any) -> None:
+    """Leave each quantisation kernel of torchao's module its tile of `TILES`, so that nothing is tuned.
+
+    Repeatable. Raises `UsageError` when torchao no longer offers a kernel or its tile.
+    """
+    for name, tile in TILES.items():
+        kernel = getattr(kernels, name, None)
+        offered = getattr(kernel, "configs", [])
+        kept = [c for c in offered if (dict(c.kwargs), c.num_warps, c.num_stages) == tile]
+        if not kept:
+            raise UsageError(
+                f"precision.backend: torchao_blockwise expects torchao 0.18's kernel {name} with the tile {tile}, "
+                "this torchao does not offer it; install torchao 0.18, or write backend: reference"
+            )
+        assert kernel is not None
+        kernel.configs = kept[:1]
+
 
 def _import_linear() -> Any:
     """Import torchao's module, which imports Triton at its top; `UsageError` says what is missing."""
@@ -36,15 +73,17 @@ def _import_linear() -> Any:
             f"found {found}; write backend: reference to emulate the recipe"
         )
     try:
-        from torchao.prototype.blockwise_fp8_training import linear
+        from torchao.prototype.blockwise_fp8_training import kernels, linear
     except ImportError as error:
         raise UsageError(
             f"precision.backend: torchao_blockwise cannot be imported ({error}); install Triton and torchao "
             "0.18, or write backend: reference"
         ) from error
+    fix_tiles(kernels)
     return linear
 
 
+@functools.cache  # one class for all layers: the compiler treats every class as another model
 def _compute_cast_class(module: Any) -> Any:
     class ComputeCastBlockwiseLinear(module.Float8BlockwiseLinear):  # type: ignore[misc]  # torchao ships no types
         """`Float8BlockwiseLinear` that casts its input, and by default its weight, to bf16 first."""
