@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import os
 import signal
+import zipfile
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import lightning as L
+import torch
 
-from fp8parity.errors import InterruptedRunError
+from fp8parity.errors import InterruptedRunError, UsageError
 from fp8parity.module import MicroBatch
 from fp8parity.recorder import CurveRecorder
+from fp8parity.spec import RunSpec
 
 
 class Checkpointer(L.Callback):
@@ -52,6 +55,10 @@ class Checkpointer(L.Callback):
         temporary = target.with_suffix(".tmp")
         try:
             trainer.save_checkpoint(temporary)
+            with temporary.open("rb") as handle:
+                os.fsync(
+                    handle.fileno()
+                )  # a power cut after the rename must not leave an empty file under its name
             os.replace(temporary, target)
         finally:
             temporary.unlink(missing_ok=True)
@@ -63,6 +70,47 @@ class Checkpointer(L.Callback):
 def checkpoints(directory: Path) -> list[Path]:
     """Return the checkpoint files, oldest first."""
     return sorted(directory.glob("step-*.ckpt"))
+
+
+def newest_intact(directory: Path) -> Path | None:
+    """Return the newest checkpoint whose every byte is there, or None; broken ones are set aside as `.broken`.
+
+    A checkpoint is a zip archive with a checksum per entry; reading it once takes far less than training it again.
+    """
+    for path in reversed(checkpoints(directory)):
+        if _is_intact(path):
+            return path
+        aside = path.with_suffix(".broken")
+        os.replace(path, aside)
+        print(
+            f"{path.name} is damaged: set aside as {aside.name}, the checkpoint before it is used", flush=True
+        )
+    return None
+
+
+def owner_of(path: Path) -> str | None:
+    """Return the hash of the specification a checkpoint belongs to, without reading its tensors."""
+    document = torch.load(path, map_location="cpu", weights_only=False, mmap=True)
+    owner = document.get("fp8parity", {}).get("spec_hash")
+    return None if owner is None else str(owner)
+
+
+def check_owner(path: Path, spec: RunSpec) -> None:
+    """Refuse another run's checkpoint before anything of this run is touched; `UsageError`."""
+    found = owner_of(path)
+    if found != spec.hash():
+        raise UsageError(
+            f"checkpoint: {path.name} belongs to another run specification ({str(found)[:8]}, this run is "
+            f"{spec.hash()[:8]}); delete the run's checkpoints folder to train it from the start"
+        )
+
+
+def _is_intact(path: Path) -> bool:
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return archive.testzip() is None
+    except (zipfile.BadZipFile, EOFError, ValueError):
+        return False
 
 
 class StopOnSignal(L.Callback):

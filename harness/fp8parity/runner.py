@@ -23,7 +23,7 @@ from pydantic import ValidationError
 
 from fp8parity import environment
 from fp8parity.callbacks import HeldOutEvaluator, NonFiniteGuard, ProgressLines, ProofBeforeTraining
-from fp8parity.checkpointing import Checkpointer, StopOnSignal, checkpoints
+from fp8parity.checkpointing import Checkpointer, StopOnSignal, check_owner, checkpoints, newest_intact
 from fp8parity.data import BatchPlan, Tokens, held_out_rows, open_tokens, training_tokens
 from fp8parity.errors import EXIT_DIVERGED, InterruptedRunError, UsageError
 from fp8parity.module import LMModule, TokenDataModule
@@ -164,8 +164,9 @@ def _session(order: RunOrder) -> _Session:
         raise UsageError(f"model.{error}") from error
     plan = _batch_plan(spec, tokens, meta)
     held_out = torch.from_numpy(held_out_rows(tokens, meta, spec.train.context, spec.train.eval_sequences))
-    saved = checkpoints(order.run_dir / schema.CHECKPOINT_DIR)
-    resume_from = saved[-1] if saved else None
+    resume_from = newest_intact(order.run_dir / schema.CHECKPOINT_DIR)
+    if resume_from is not None:
+        check_owner(resume_from, spec)
     writer = RunWriter(order.run_dir, resume_step=_step_of(resume_from) if resume_from else 0)
     recorder = CurveRecorder(writer, spec)
     return _Session(
