@@ -105,7 +105,7 @@ def test_bf16_true(tmp_path: Path, corpus: Path) -> None:
 
 
 def test_environment_names_the_gpu(tmp_path: Path, corpus: Path) -> None:
-    control, _ = train(tmp_path, corpus, "tensorwise", train={"steps": 2, "eval_every": 2})
+    control, _ = train(tmp_path, corpus, "tensorwise", train={"steps": 6, "eval_every": 6})
     assert control.manifest is not None
     assert control.manifest["environment"]["device"] == torch.cuda.get_device_name()
     assert control.manifest["environment"]["cuda"] == torch.version.cuda
