@@ -116,6 +116,8 @@ def of_finding(finding: Finding) -> tuple[str, ...]:
 
 
 def _conclusion(finding: Finding) -> str:
+    if finding.look.waiting_for is not None:
+        return "not settled: the first declared look is still to come"
     margin = _unsigned(finding.criteria.margin)
     provisional = " (provisional: one seed)" if finding.basis.provisional else ""
     detectable = float(finding.estimate.lo[0]) > 0 or float(finding.estimate.hi[0]) < 0

@@ -82,6 +82,10 @@ def _unresolved(verdict: Verdict) -> str:
 def _inconclusive(verdict: Verdict) -> str:
     if verdict.n_seeds == 1 and not any(bound is not None for bound in verdict.interval):
         return f"is not settled: one pair says nothing about its own noise{_more_seeds(verdict)}"
+    high = verdict.interval[1]
+    if high is not None and high < verdict.margin and verdict.reasons:
+        # the interval alone would pass: the first reason says what forbids it
+        return f"is not settled: {verdict.reasons[0].removeprefix('not settled: ')}"
     return (
         f"is not settled: {fmt.plural(verdict.n_seeds, 'seed')} allow both a gap within the margin and one "
         f"beyond it{_more_seeds(verdict)}"

@@ -10,6 +10,7 @@ from fp8parity_analysis.criteria import Criteria
 from fp8parity_analysis.curves import CurveSet
 from fp8parity_analysis.schema import Gate, Outcome
 from fp8parity_analysis.verdict import Verdict, judge
+from fp8parity_analysis.wording import sentence
 
 STEPS = np.arange(50, 2001, 50)
 
@@ -232,3 +233,13 @@ def test_contrasts_are_corrected_where_the_verdicts_are() -> None:
     raw = sorted(item.p for item in plain if item.p is not None)
     assert sorted(item.p for item in holm if item.p is not None)[0] == pytest.approx(min(1.0, 3 * raw[0]))
     assert [item.interval for item in holm] == [item.interval for item in plain]
+
+
+def test_the_report_says_what_withholds_a_pass() -> None:
+    rising = -0.004 * (2 - STEPS / STEPS[-1])
+    growing = verdict(grown(noisy(curves(), 0.004), "rowwise", rising))
+    assert sentence(growing).startswith(
+        "rowwise is not settled: not worse by the margin of 0.25 % here, but the gap"
+    )
+    early = verdict(curves(seeds=3), Criteria(looks=(5, 8)))
+    assert sentence(early) == "rowwise is not settled: the first declared look is still to come."
