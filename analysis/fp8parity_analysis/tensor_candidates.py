@@ -1,0 +1,148 @@
+"""Findings about one tensor put together, and tensors put in the order in which to look at them.
+
+A candidate is never called a cause here: what moved first, and whether BF16 moves too, says where to look. The run
+with that layer held in BF16 is what decides.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from fp8parity_analysis import report_format as fmt
+from fp8parity_analysis.tensor_onset import Onset
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from fp8parity_analysis.tensor_panel import Tensor
+
+Origin = Literal["cast", "both", "fp8", "unknown"]
+Basis = Literal["absolute", "tested", "moved", "brief", "descriptive"]
+
+ORIGIN_WORDS: dict[Origin, str] = {
+    "cast": "the cast is not what the recipe declares",
+    "both": "the BF16 arm's tensor does it too: possible cause",
+    "fp8": "in the FP8 arm only: possible consequence",
+    "unknown": "no BF16 what-if cast to compare with",
+}
+BASIS_WORDS: dict[Basis, str] = {
+    "absolute": "needs no test",
+    "tested": "tested over seeds",
+    "moved": "early-warning rule",
+    "brief": "single probes, needs no test",
+    "descriptive": "described only",
+}
+_TIERS: dict[Basis, int] = {"absolute": 0, "tested": 1, "moved": 1, "brief": 2, "descriptive": 3}
+
+
+@dataclass(frozen=True)
+class Reason:
+    """One finding about one tensor.
+
+    `order` ranks kinds of absolute findings; `strength` compares findings of one kind, in units of the smallest one
+    worth a word; `effect` is on the tested scale; `q` the FDR-adjusted p; `seeds` of `of` seeds show it; `in_bf16`
+    tells whether the BF16 arm's what-if cast shows it too, None where that is not known.
+    """
+
+    name: str
+    text: str
+    basis: Basis
+    cast_fault: bool
+    order: int
+    strength: float
+    seeds: int
+    of: int
+    onset: Onset
+    in_bf16: bool | None
+    effect: float | None = None
+    q: float | None = None
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A tensor to look at, with everything that speaks for it; `onset` is that of the leading reason."""
+
+    tensor: Tensor
+    reasons: tuple[Reason, ...]
+    origin: Origin
+
+    @property
+    def leading(self) -> Reason:
+        """The reason that places it."""
+        return self.reasons[0]
+
+    @property
+    def basis(self) -> Basis:
+        """What the leading reason rests on."""
+        return self.leading.basis
+
+    @property
+    def onset(self) -> Onset:
+        """Since when, by the leading reason."""
+        return self.leading.onset
+
+    @property
+    def follow_up(self) -> str:
+        """The run that would confirm it."""
+        first = "check the cast, then run" if self.origin == "cast" else "run"
+        return f"{first} again with {self.tensor.fqn} held in BF16 (precision.exclude)"
+
+    @property
+    def when(self) -> str:
+        """The onset with its resolution: the truth lies between this probe and the one before it."""
+        if self.onset.step is None:
+            return fmt.NOTHING
+        return f"{self.onset.step:,} (probe before: {self.onset.step - self.onset.resolution:,})"
+
+    @property
+    def lead_words(self) -> str:
+        """How long before the loss, in how many seeds, and whether that is tested."""
+        onset = self.onset
+        if onset.lead is None:
+            return fmt.NOTHING
+        sign = fmt.number(onset.lead, 0)
+        tested = f"p {fmt.p_value(onset.p)}" if onset.p is not None else "not tested"
+        return f"{sign} steps, first in {onset.ahead} of {onset.compared} ({tested})"
+
+
+def candidates_of(reasons: Iterable[tuple[Tensor, Reason]]) -> tuple[Candidate, ...]:
+    """Return one candidate per tensor, its reasons and the candidates themselves in order of weight."""
+    by_tensor: dict[Tensor, list[Reason]] = {}
+    for tensor, reason in reasons:
+        by_tensor.setdefault(tensor, []).append(reason)
+    found = [
+        Candidate(tensor, tuple(ordered), _origin(ordered))
+        for tensor, items in by_tensor.items()
+        for ordered in [sorted(_without_echo(items), key=_reason_key)]
+    ]
+    return tuple(sorted(found, key=lambda item: (_reason_key(item.leading), -_total(item.reasons))))
+
+
+def _without_echo(reasons: Sequence[Reason]) -> list[Reason]:
+    """Return the reasons without those about the scale that amax gives too: one is the other's reciprocal."""
+    names = {reason.name for reason in reasons}
+    return [
+        reason for reason in reasons if reason.name.replace("scale_", "amax_", 1) not in names - {reason.name}
+    ]
+
+
+def _reason_key(reason: Reason) -> tuple[float, ...]:
+    """Return what sorts reasons: tier, kind, share of seeds that lead the loss, lead, onset, strength."""
+    onset = reason.onset
+    step = float("inf") if onset.step is None else float(onset.step)
+    lead = 0.0 if onset.lead is None else onset.lead
+    tier = _TIERS[reason.basis]
+    kind = reason.order if tier in (0, 2) else 0
+    return (tier, kind, float(onset.step is None), -onset.share_ahead, -lead, step, -reason.strength)
+
+
+def _total(reasons: Sequence[Reason]) -> float:
+    return sum(reason.strength for reason in reasons)
+
+
+def _origin(reasons: Sequence[Reason]) -> Origin:
+    if reasons[0].cast_fault:
+        return "cast"
+    told = next((reason.in_bf16 for reason in reasons if reason.in_bf16 is not None), None)
+    return "unknown" if told is None else "both" if told else "fp8"

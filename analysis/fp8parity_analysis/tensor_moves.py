@@ -1,0 +1,252 @@
+"""Early warnings: rules that a single run can break while it trains, scored against what the BF16 runs do.
+
+Each rule looks at a tensor's own past, not at its pair, so it also sees what moves in both arms. The fixed limit is a
+convention. The calibrated one is the largest value that any BF16 run of the study reaches over all tensors and probes,
+where that is more: a further run to which FP8 does nothing exceeds it with probability 1 / (b + 1) at most, b being
+the number of BF16 runs (exchangeability).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from fp8parity_analysis.tensor_absolute import format_family
+from fp8parity_analysis.tensor_onset import Onset, lasting, onset_of, resolution_at
+from fp8parity_analysis.tensor_panel import ONE_SCALE
+from fp8parity_analysis.tensor_reduce import nanmedian
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from fp8parity_analysis.tensor_arm import ArmTensors
+    from fp8parity_analysis.tensor_panel import FloatArray, Panel, Tensor
+
+_BASELINE_FRAC, _MIN_BASELINE = 0.25, 5
+"""The past that a tensor is measured by: the first quarter of its probes after warm-up, five at least."""
+_RANGE_LN: Mapping[str, float] = {
+    "e4m3": float(np.log(448.0 * 2.0**6)),
+    "e5m2": float(np.log(57344.0 * 2.0**14)),
+}
+"""ln of largest over smallest normal value: an element that is this much smaller than amax becomes subnormal."""
+_RISE_ONLY_ABOVE = 0.01
+"""An underflow share below this has not risen to anything, whatever its logit says."""
+
+
+@dataclass(frozen=True)
+class Signal:
+    """A rule: `value` turns a panel into how far each tensor has moved at each probe [L, K]; more is worse.
+
+    `limit` is the conventional one, `explains` marks rules whose breach makes a tensor a candidate by itself.
+    """
+
+    name: str
+    words: str
+    limit: float
+    unit: str
+    explains: bool
+    value: Callable[[Panel, int, int], FloatArray]
+
+
+def _baseline(paths: FloatArray, panel: Panel, warmup: int) -> FloatArray:
+    """Return the median of each tensor's first probes after warm-up [L, 1]."""
+    late = np.flatnonzero(panel.steps > warmup)
+    count = max(_MIN_BASELINE, round(_BASELINE_FRAC * len(late)))
+    return nanmedian(paths[:, late[:count]], -1)[:, None]
+
+
+def _after(values: FloatArray, panel: Panel, warmup: int) -> FloatArray:
+    return np.where((panel.steps > warmup)[None, :], values, np.nan)
+
+
+def _sqnr_drop(panel: Panel, warmup: int, horizon: int) -> FloatArray:
+    sqnr = panel.paths["sqnr"]
+    return _after(_baseline(sqnr, panel, warmup) - sqnr, panel, warmup)
+
+
+def _underflow_rise(panel: Panel, warmup: int, horizon: int) -> FloatArray:
+    logit = panel.paths["underflow"]
+    with np.errstate(invalid="ignore"):
+        high = panel.columns["underflow_frac"] >= _RISE_ONLY_ABOVE
+    return _after(np.where(high, logit - _baseline(logit, panel, warmup), 0.0), panel, warmup)
+
+
+def _spread_growth(panel: Panel, warmup: int, horizon: int) -> FloatArray:
+    whole = np.array([grain == ONE_SCALE for grain in panel.granularity], dtype=np.bool_)[:, None]
+    spread = np.where(whole, panel.paths["spread"], np.nan)
+    return _after(spread - _baseline(spread, panel, warmup), panel, warmup)
+
+
+def _range_crossing(panel: Panel, warmup: int, horizon: int) -> FloatArray:
+    """Return ln(amax/rms) extrapolated to the horizon over the ln range of the format, for one scale per tensor.
+
+    With scales from the present tensor amax itself cannot leave the range; what leaves it, at the lower end, is the
+    bulk of a tensor whose amax runs away from its rms.
+    """
+    spread = panel.paths["spread"]
+    width = max(4, spread.shape[1] // 4)
+    found = np.full(spread.shape, np.nan)
+    families = [format_family(str(next((name for name in row if name), ""))) for row in panel.formats]
+    limit = np.array([_RANGE_LN.get(family, np.inf) for family in families])
+    whole = np.array([grain == ONE_SCALE for grain in panel.granularity], dtype=np.bool_)
+    x = panel.steps.astype(np.float64)
+    for at in range(width, spread.shape[1]):
+        y, span = spread[:, at - width : at + 1], x[at - width : at + 1]
+        centred = span - span.mean()
+        slope = (y * centred).sum(axis=1) / (centred**2).sum()
+        found[:, at] = (spread[:, at] + slope * max(0.0, horizon - x[at])) / limit
+    return _after(np.where(whole[:, None], found, np.nan), panel, warmup)
+
+
+def _saturation(panel: Panel, warmup: int, horizon: int) -> FloatArray:
+    return panel.columns["saturated_frac"]
+
+
+def _scale_changes(panel: Panel, warmup: int, horizon: int) -> FloatArray:
+    """Return how many times the scale changed by more than a factor of 2 between probes so far."""
+    scale = panel.paths["scale"]
+    with np.errstate(invalid="ignore"):
+        moved = np.abs(np.diff(scale, axis=1, prepend=scale[:, :1])) > np.log(2.0) + 1e-9
+    return np.cumsum(moved & (panel.steps > warmup)[None, :], axis=1).astype(np.float64)
+
+
+SIGNALS: tuple[Signal, ...] = (
+    Signal("saturation", "saturated share above zero", 0.0, "", False, _saturation),
+    Signal("sqnr_drop", "SQNR below its own past", 3.0, "dB", True, _sqnr_drop),
+    Signal(
+        "underflow_rise",
+        "underflow odds over their own past",
+        float(np.log(10.0)),
+        "ln",
+        True,
+        _underflow_rise,
+    ),
+    Signal("spread_growth", "amax/rms over its own past", float(np.log(4.0)), "ln", True, _spread_growth),
+    Signal("range_crossing", "amax/rms heading out of the format's range", 1.0, "", False, _range_crossing),
+    Signal("scale_changes", "scale changes beyond a factor of 2", 3.0, "", False, _scale_changes),
+)
+
+
+@dataclass(frozen=True)
+class SignalScore:
+    """What a rule did over a study's runs of one arm.
+
+    `hits` of `n_runs` runs of the arm break the conventional `limit` in any tensor, `control_hits` of `n_control` BF16
+    runs do; `calibrated` is the limit that no BF16 run exceeds, `calibrated_hits` the arm's runs beyond it and
+    `false_alarms` the bound on that rate, None with no BF16 run. `onset` is that of the first tensor by seed;
+    `tensors` counts those that break the limit in any seed.
+    """
+
+    signal: Signal
+    hits: int
+    n_runs: int
+    control_hits: int
+    n_control: int
+    calibrated: float
+    calibrated_hits: int
+    false_alarms: float | None
+    onset: Onset
+    tensors: int
+
+
+@dataclass(frozen=True)
+class Move:
+    """A tensor that breaks a rule: (seed, step, resolution) in the arm, and in how many seeds the BF16 arm does too.
+
+    `in_control` is None where no BF16 run recorded the cast.
+    """
+
+    tensor: Tensor
+    signal: Signal
+    found: tuple[tuple[int, int, int], ...]
+    in_control: int | None
+    n_seeds: int
+    worst: float
+
+
+def _held(values: FloatArray) -> FloatArray:
+    """Return the largest value that lasts, by tensor and first probe; one probe alone is no warning."""
+    return lasting(np.where(np.isnan(values), -np.inf, values))
+
+
+def warnings_of(
+    arm: ArmTensors, *, warmup: int, horizon: int, loss_onsets: dict[int, int]
+) -> tuple[tuple[SignalScore, ...], tuple[Move, ...]]:
+    """Score every rule on every run of an arm and its control; `warmup` and `horizon` in optimizer steps."""
+    scored = [_score(signal, arm, (warmup, horizon), loss_onsets) for signal in SIGNALS]
+    return tuple(item for item, _ in scored), tuple(move for _, moves in scored for move in moves)
+
+
+def _score(
+    signal: Signal, arm: ArmTensors, span: tuple[int, int], loss_onsets: dict[int, int]
+) -> tuple[SignalScore, list[Move]]:
+    held = {seed.seed: _held(signal.value(seed.test[0], *span)) for seed in arm.seeds}
+    control = {
+        seed.seed: [_held(signal.value(panel, *span)) for panel in (*seed.control, *seed.null)]
+        for seed in arm.seeds
+    }
+    runs = [values for group in control.values() for values in group]
+    peaks = [float(values.max()) if values.size else -np.inf for values in runs]
+    calibrated = max([signal.limit, *peaks])
+    firsts = {seed: _first(values, signal.limit) for seed, values in held.items()}
+    by_seed = [
+        (
+            seed,
+            int(arm.steps[first[first >= 0].min()]),
+            resolution_at(arm.steps, int(first[first >= 0].min())),
+        )
+        for seed, first in firsts.items()
+        if (first >= 0).any()
+    ]
+    moved = np.zeros(len(arm.tensors), dtype=np.bool_)
+    for first in firsts.values():
+        moved |= first >= 0
+    warning = SignalScore(
+        signal=signal,
+        hits=len(by_seed),
+        n_runs=len(held),
+        control_hits=sum(peak > signal.limit for peak in peaks),
+        n_control=len(runs),
+        calibrated=calibrated,
+        calibrated_hits=sum(bool((values > calibrated).any()) for values in held.values()),
+        false_alarms=max(0.01, 1.0 / (len(runs) + 1)) if runs else None,
+        onset=onset_of(by_seed, loss_onsets),
+        tensors=int(moved.sum()),
+    )
+    return warning, _moves(signal, arm, firsts, held, control) if signal.explains else []
+
+
+def _first(held: FloatArray, limit: float) -> npt.NDArray[np.int64]:
+    """Return the first probe of a lasting stay beyond the limit by tensor [L], -1 for none."""
+    beyond = held > limit
+    if not beyond.shape[-1]:
+        return np.full(len(held), -1, dtype=np.int64)
+    return np.where(beyond.any(axis=1), beyond.argmax(axis=1), -1).astype(np.int64)
+
+
+def _moves(
+    signal: Signal,
+    arm: ArmTensors,
+    firsts: Mapping[int, npt.NDArray[np.int64]],
+    held: Mapping[int, FloatArray],
+    control: Mapping[int, Sequence[FloatArray]],
+) -> list[Move]:
+    found = []
+    compared = any(control.values())
+    for row, tensor in enumerate(arm.tensors):
+        hits = tuple(
+            (seed, int(arm.steps[first[row]]), resolution_at(arm.steps, int(first[row])))
+            for seed, first in firsts.items()
+            if first[row] >= 0
+        )
+        if hits:
+            also = sum(
+                any(values.size and values[row].max() > signal.limit for values in control[seed])
+                for seed, _, _ in hits
+            )
+            worst = max(float(held[seed][row].max()) for seed, _, _ in hits)
+            found.append(Move(tensor, signal, hits, also if compared else None, len(arm.seeds), worst))
+    return found

@@ -1,0 +1,286 @@
+"""From hits, tests and moves of an arm to reasons in words, each tied to one tensor."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from fp8parity_analysis import report_format as fmt
+from fp8parity_analysis import tensor_absolute
+from fp8parity_analysis.tensor_candidates import Reason
+from fp8parity_analysis.tensor_onset import Onset, onset_of
+from fp8parity_analysis.tensor_panel import STATISTICS
+from fp8parity_analysis.tensor_reduce import level, nanmean, nanmedian
+from fp8parity_analysis.tensor_screen import JUMP_FLOOR, departures, envelope
+from fp8parity_analysis.tensor_tests import MIN_DF
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from fp8parity_analysis.tensor_absolute import Hit
+    from fp8parity_analysis.tensor_arm import ArmTensors
+    from fp8parity_analysis.tensor_moves import Move
+    from fp8parity_analysis.tensor_panel import FloatArray, Statistic, Tensor
+    from fp8parity_analysis.tensor_screen import Family
+
+Reasons = list[tuple["Tensor", Reason]]
+
+_WIDESPREAD = 0.5
+"""Share of the tensors that play one part beyond which a harmless kind of hit says nothing about any one of them."""
+_MIN_PEERS = 4
+_DESCRIBED_FLOORS, _DESCRIBED_SDS = 4.0, 6.0
+"""Without a test a tensor is described when it differs by so many floors and so many robust sds of its peers."""
+_SAME, _OTHER = 0.5, 0.25
+"""Share of the FP8 arm's movement that the BF16 arm must show to move too, and below which it stands still."""
+
+
+def absolute_reasons(arm: ArmTensors, loss_onsets: dict[int, int]) -> tuple[Reasons, list[str]]:
+    """Return the absolute findings of an arm, and a note for each that is usual for its kind of tensor."""
+    hits: dict[tuple[str, Tensor], dict[int, Hit]] = {}
+    also: dict[tuple[str, Tensor], set[int]] = {}
+    for seed in arm.seeds:
+        for panel in seed.test[:1]:
+            for hit in tensor_absolute.hits_of(panel, arm.recipe):
+                hits.setdefault((hit.rule.name, hit.tensor), {})[seed.seed] = hit
+        for panel in seed.control:
+            for hit in tensor_absolute.hits_of(panel, arm.recipe):
+                also.setdefault((hit.rule.name, hit.tensor), set()).add(seed.seed)
+    usual = _usual(arm, hits, also)
+    reasons = [
+        (tensor, _absolute(arm, by_seed, also.get((name, tensor), set()), loss_onsets))
+        for (name, tensor), by_seed in hits.items()
+        if (name, _part(tensor)) not in usual
+    ]
+    return reasons, [_usual_words(name, part, count) for (name, part), count in usual.items()]
+
+
+def _part(tensor: Tensor) -> tuple[str, str]:
+    return tensor.gemm, tensor.operand
+
+
+def _usual(
+    arm: ArmTensors, hits: Mapping[tuple[str, Tensor], object], also: Mapping[tuple[str, Tensor], set[int]]
+) -> dict[tuple[str, tuple[str, str]], int]:
+    """Return (rule, part) of hits that most tensors of that part have in both arms: zero rows of masked tokens, say."""
+    brief = {rule.name for rule in tensor_absolute.RULES if rule.brief}
+    counts: dict[tuple[str, tuple[str, str]], int] = {}
+    for name, tensor in hits:
+        if name in brief and (name, tensor) in also:
+            counts[(name, _part(tensor))] = counts.get((name, _part(tensor)), 0) + 1
+    sizes: dict[tuple[str, str], int] = {}
+    for tensor in arm.tensors:
+        sizes[_part(tensor)] = sizes.get(_part(tensor), 0) + 1
+    return {
+        (name, part): count
+        for (name, part), count in counts.items()
+        if count >= _MIN_PEERS and count > _WIDESPREAD * sizes[part]
+    }
+
+
+def _usual_words(name: str, part: tuple[str, str], count: int) -> str:
+    words = next(rule.words for rule in tensor_absolute.RULES if rule.name == name)
+    return f"{words}: {count} tensors of {part[1]} in {part[0]}, in both arms; a property of the model, no candidates"
+
+
+def _absolute(arm: ArmTensors, by_seed: Mapping[int, Hit], also: set[int], losses: dict[int, int]) -> Reason:
+    hit = next(iter(by_seed.values()))
+    rule = hit.rule
+    order = tensor_absolute.RULES.index(rule)
+    lasts = [item for item in by_seed.values() if item.lasts] if rule.brief else list(by_seed.values())
+    used = {seed: item for seed, item in by_seed.items() if item in lasts} or dict(by_seed)
+    values = [item.worst for item in used.values() if not math.isnan(item.worst)]
+    worst = (max(values) if rule.worst > 0 else min(values)) if values else math.nan
+    onset = onset_of([(seed, item.step, item.resolution) for seed, item in used.items()], losses)
+    share = max(item.share for item in used.values())
+    compared = any(seed.control and not seed.control[0].empty for seed in arm.seeds)
+    return Reason(
+        name=rule.name,
+        text=f"{rule.words}{_quoted(rule.name, worst)}, in {fmt.percent(share, 0, signed=False)} of the probes",
+        basis="absolute" if lasts else "brief",
+        cast_fault=rule.cast_fault,
+        order=order,
+        strength=share + (abs(worst) if math.isfinite(worst) else 0.0) * 1e-6,
+        seeds=len(used),
+        of=len(arm.seeds),
+        onset=onset,
+        in_bf16=(2 * len(also & set(used)) >= len(used)) if compared else None,
+    )
+
+
+def _quoted(name: str, worst: float) -> str:
+    if math.isnan(worst):
+        return ""
+    if name in ("format", "sqnr_bound"):
+        return f" (SQNR {fmt.number(worst, 1, signed=False)} dB)"
+    if name in ("underflow", "saturated"):
+        return f" ({fmt.number(100 * worst, 3 if worst < 0.001 else 1, signed=False)} % of the elements)"
+    return f" ({worst:.4g})"
+
+
+def tested_reasons(arm: ArmTensors, families: Sequence[Family], loss_onsets: dict[int, int]) -> Reasons:
+    """Return a reason for every tensor that a family flags."""
+    found: Reasons = []
+    for name, statistic in STATISTICS.items():
+        flagged = [
+            family for family in families if family.statistic.name == name and family.screen.flagged().any()
+        ]
+        if not flagged:
+            continue
+        left = departures(arm, statistic, envelope(arm, statistic).limit)
+        for family in flagged:
+            for row in np.flatnonzero(family.screen.flagged()):
+                onset = onset_of(left[row], loss_onsets)
+                found.append((arm.tensors[row], _tested(arm, family, int(row), onset)))
+    return found
+
+
+def _tested(arm: ArmTensors, family: Family, row: int, onset: Onset) -> Reason:
+    statistic, screen = family.statistic, family.screen
+    effect, q = float(screen.effect[row]), float(screen.q[row])
+    floor = JUMP_FLOOR if family.reduction == "jump" else statistic.floor
+    return Reason(
+        name=f"{statistic.name}_{family.reduction}",
+        text=f"{statistic.words}: {_effect_words(family, effect)} (q = {fmt.p_value(q)})",
+        basis="tested",
+        cast_fault=False,
+        order=0,
+        strength=abs(effect) / floor,
+        seeds=int(screen.n[row]),
+        of=len(arm.seeds),
+        onset=onset,
+        in_bf16=_moves_in_bf16(arm, statistic, row, onset),
+        effect=effect,
+        q=q,
+    )
+
+
+def _effect_words(family: Family, effect: float) -> str:
+    if family.reduction == "jump":
+        return f"jumps {math.exp(effect):.1f} times as far as usual"
+    size = amount(family.statistic, effect)
+    return (
+        f"{size} over BF16 at the end"
+        if family.reduction == "level"
+        else f"drifts by {size} over the last half"
+    )
+
+
+def amount(statistic: Statistic, effect: float) -> str:
+    """Return an effect as a difference in dB, or as the factor that a logarithm stands for."""
+    if statistic.unit == "dB":
+        return f"{fmt.number(effect, 1)} dB"
+    odds = " in odds" if statistic.unit == "logit" else ""
+    return f"x {math.exp(max(-700.0, min(effect, 700.0))):.3g}{odds}"
+
+
+def _moves_in_bf16(arm: ArmTensors, statistic: Statistic, row: int, onset: Onset) -> bool | None:
+    """Return whether the BF16 arm's what-if cast moves from before the onset to after it as the FP8 arm's does."""
+    if onset.step is None:
+        return None
+    before, after = arm.steps < onset.step, arm.steps >= onset.step
+    if not before.any():
+        return False  # the pair differs from the first probe on, so the BF16 arm does not have it
+    test, control = (
+        nanmean(paths[statistic.name][:, row], 0) for paths in (arm.test_paths, arm.control_paths)
+    )
+    moved = [float(nanmean(path[after], 0) - nanmean(path[before], 0)) for path in (test, control)]
+    if any(map(math.isnan, moved)):
+        return None
+    sign = statistic.harm or (1.0 if moved[0] >= 0 else -1.0)
+    own, other = sign * moved[0], sign * moved[1]
+    if other >= max(statistic.floor, _SAME * own):
+        return True
+    return False if other < max(statistic.floor, _OTHER * own) else None
+
+
+def moved_reasons(moves: Sequence[Move], loss_onsets: dict[int, int]) -> Reasons:
+    """Return a reason for every tensor that breaks an early-warning rule in most seeds."""
+    return [
+        (
+            move.tensor,
+            Reason(
+                name=move.signal.name,
+                text=f"{move.signal.words} by {_move_words(move)}",
+                basis="moved",
+                cast_fault=False,
+                order=0,
+                strength=move.worst / move.signal.limit,
+                seeds=len(move.found),
+                of=move.n_seeds,
+                onset=onset_of(move.found, loss_onsets),
+                in_bf16=None if move.in_control is None else 2 * move.in_control >= len(move.found),
+                effect=move.worst,
+            ),
+        )
+        for move in moves
+        if 2 * len(move.found) > move.n_seeds
+    ]
+
+
+def _move_words(move: Move) -> str:
+    return f"{move.worst:.1f} dB" if move.signal.unit == "dB" else f"x {math.exp(min(move.worst, 700.0)):.3g}"
+
+
+def described_reasons(arm: ArmTensors, families: Sequence[Family], loss_onsets: dict[int, int]) -> Reasons:
+    """Return tensors whose level is far from that of their peers, where too few seeds and nulls allow a test."""
+    found: Reasons = []
+    for family in families:
+        if family.reduction != "level" or (family.screen.df >= MIN_DF).any():
+            continue
+        statistic = family.statistic
+        far = _far_from_peers(arm, family.screen.effect, statistic)
+        rows = np.flatnonzero(far)
+        left = departures(arm, statistic, envelope(arm, statistic).limit) if len(rows) else []
+        for row in rows:
+            found.append(
+                (arm.tensors[row], _described(arm, family, int(row), onset_of(left[row], loss_onsets)))
+            )
+    return found
+
+
+def _described(arm: ArmTensors, family: Family, row: int, onset: Onset) -> Reason:
+    effect = float(family.screen.effect[row])
+    return Reason(
+        name=f"{family.statistic.name}_level",
+        text=f"{family.statistic.words}: {_effect_words(family, effect)}, far from its peers",
+        basis="descriptive",
+        cast_fault=False,
+        order=0,
+        strength=abs(effect) / family.statistic.floor,
+        seeds=int(family.screen.n[row]),
+        of=len(arm.seeds),
+        onset=onset,
+        in_bf16=_moves_in_bf16(arm, family.statistic, row, onset),
+        effect=effect,
+    )
+
+
+def _far_from_peers(
+    arm: ArmTensors, effect: FloatArray, statistic: Statistic
+) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+    far = np.zeros(len(effect), dtype=np.bool_)
+    parts = np.array(["/".join(_part(tensor)) for tensor in arm.tensors])
+    for part in np.unique(parts):
+        rows = np.flatnonzero(parts == part)
+        values = effect[rows]
+        if np.isfinite(values).sum() < _MIN_PEERS:
+            continue
+        distance = values - nanmedian(values, 0)
+        spread = 1.4826 * float(nanmedian(np.abs(distance), 0))
+        harmful = np.abs(distance) if statistic.harm == 0 else statistic.harm * distance
+        limit = max(_DESCRIBED_FLOORS * statistic.floor, _DESCRIBED_SDS * spread)
+        with np.errstate(invalid="ignore"):
+            far[rows] = harmful > limit
+    return far
+
+
+def seed_levels(arm: ArmTensors, column: str) -> FloatArray:
+    """Return the level of a raw statistic of the arm's runs, the median over seeds [L]."""
+    rows = []
+    for seed in arm.seeds:
+        values = seed.test[0].columns[column]
+        probed = ~np.isnan(values).all(axis=0)
+        rows.append(level(np.where(np.isfinite(values), values, np.nan)[:, probed]))
+    return nanmedian(np.stack(rows), 0) if rows else np.zeros(0)

@@ -1,0 +1,136 @@
+"""Reading the tensor statistics of a run directory: whole, cut off by a kill, or partly damaged.
+
+`tensor_schema` names the columns. What cannot be read is said in `problems`, never guessed and never raised: statistics
+that explain a verdict must not be what keeps it from being shown.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from fp8parity_analysis import schema
+from fp8parity_analysis import tensor_schema as ts
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+_TEXT = ("fqn", "gemm", "operand", "recipe", "kind", "format", "granularity", "signal")
+_CAST_KEY = ["step", "fqn", "gemm", "operand", "recipe", "kind"]
+_SIGNAL_KEY = ["step", "signal", "fqn"]
+_MAX_PROBLEMS = 5
+"""How many damaged files are named before the rest is counted."""
+
+
+@dataclass(frozen=True)
+class TensorTables:
+    """`casts` has one row per (step, linear, GEMM, operand, cast), `signals` one per (step, signal, module).
+
+    Both are sorted by step and hold each key once. `problems` say which files could not be used, and why.
+    """
+
+    casts: pd.DataFrame
+    signals: pd.DataFrame
+    problems: tuple[str, ...] = ()
+
+    @property
+    def recorded(self) -> bool:
+        """Whether any cast was recorded."""
+        return len(self.casts) > 0
+
+
+def read_tensor_stats(
+    run_dir: Path, *, kind: str | None = None, recipe: str | None = None, columns: Sequence[str] | None = None
+) -> TensorTables:
+    """Read the tensor statistics below `run_dir`; both tables are empty where none were recorded.
+
+    `kind` and `recipe` keep only rows of that kind of cast and that cast's recipe; `columns` names the statistics
+    wanted beside the keys (default: all of `tensor_schema`). A row that stands twice, as after a resume, counts once:
+    the one in the later part.
+    """
+    folder = run_dir / schema.TENSOR_STATS_DIR
+    problems: list[str] = []
+    wanted = (*ts.KEY_COLUMNS, *(columns if columns is not None else (*ts.COUNT_COLUMNS, *ts.VALUE_COLUMNS)))
+    casts = _read(folder, ts.CAST_PARTS, wanted, _CAST_KEY, problems, {"kind": kind, "recipe": recipe})
+    signals = _read(folder, ts.SIGNAL_PARTS, ts.SIGNAL_COLUMNS, _SIGNAL_KEY, problems, {})
+    if len(problems) > _MAX_PROBLEMS:
+        more = len(problems) - _MAX_PROBLEMS
+        problems = [*problems[:_MAX_PROBLEMS], f"{folder}: {more} more parts cannot be used"]
+    return TensorTables(casts, signals, tuple(problems))
+
+
+def has_tensor_stats(run_dir: Path) -> bool:
+    """Return whether the run directory holds any part of tensor statistics, readable or not."""
+    return any((run_dir / schema.TENSOR_STATS_DIR).glob(ts.CAST_PARTS))
+
+
+def _read(
+    folder: Path,
+    pattern: str,
+    columns: Sequence[str],
+    key: list[str],
+    problems: list[str],
+    wanted: dict[str, str | None],
+) -> pd.DataFrame:
+    parts = []
+    for path in sorted(folder.glob(pattern)) if folder.is_dir() else ():
+        try:
+            parts.append(_part(path, columns, wanted))
+        except (OSError, ValueError, pa.ArrowException) as error:
+            problems.append(f"{path}: {_first_line(error)}; this part is left out")
+    parts = [part for part in parts if part.num_rows]
+    if not parts:
+        return pd.DataFrame({name: pd.Series(dtype=_dtype(name)) for name in columns})
+    table: pd.DataFrame = pa.concat_tables(parts).to_pandas()
+    table = table.drop_duplicates(subset=key, keep="last")
+    return table.sort_values("step", kind="stable", ignore_index=True)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def _dtype(name: str) -> str:
+    return (
+        "object" if name in _TEXT else "int64" if name in ("step", "tokens", *ts.COUNT_COLUMNS) else "float64"
+    )
+
+
+def _part(path: Path, columns: Sequence[str], wanted: dict[str, str | None]) -> pa.Table:
+    """Return the wanted columns and rows of one part; `ValueError` says what is wrong with it."""
+    with pq.ParquetFile(path) as file:
+        stated = (file.schema_arrow.metadata or {}).get(ts.METADATA_KEY)
+        if stated != str(ts.TENSOR_SCHEMA_VERSION).encode():
+            seen = "no version" if stated is None else f"version {stated.decode(errors='replace')}"
+            raise ValueError(f"states {seen} of the columns, this program reads {ts.TENSOR_SCHEMA_VERSION}")
+        missing = [name for name in columns if name not in file.schema_arrow.names]
+        if missing:
+            raise ValueError(f"lacks the columns {missing}")
+        table = file.read(columns=list(columns))
+    for name, value in wanted.items():
+        if value is not None and table.num_rows:
+            table = table.filter(pc.equal(table[name], value))
+    return _typed(table, columns)
+
+
+def _typed(table: pa.Table, columns: Sequence[str]) -> pa.Table:
+    """Return the table with the types of the contract, so that parts join whatever wrote them."""
+    fields = []
+    for name in columns:
+        kind = _dtype(name)
+        fields.append(pa.field(name, {"object": pa.string(), "int64": pa.int64()}.get(kind, pa.float64())))
+    if table.num_rows and any(table[name].null_count for name in columns if _dtype(name) == "int64"):
+        raise ValueError("holds a step or a count that is missing")
+    return table.cast(pa.schema(fields))
+
+
+def steps_of(table: pd.DataFrame) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    """Return the distinct steps of a table in order [K]."""
+    return np.unique(table["step"].to_numpy(dtype=np.int64))
