@@ -219,8 +219,8 @@ def _padded(x: Tensor, missing: tuple[int, ...]) -> Tensor:
     return F.pad(x, missing) if any(missing) else x
 
 
-def _group_amax(x: Tensor, plan: CastPlan) -> Tensor:
-    """Return the amax of every scaling group, in the shape documented at `scale_of`."""
+def group_amax(x: Tensor, plan: CastPlan) -> Tensor:
+    """Return the amax of every scaling group in x's dtype, in the shape documented at `scale_of`."""
     size, block = x.abs(), plan.block
     if plan.granularity == "tensor":
         return size.amax() if x.numel() else size.new_zeros(())
@@ -248,9 +248,13 @@ def scale_of(x: Tensor, plan: CastPlan) -> Tensor:
         raise ValueError(
             f"a {plan.granularity} scale needs {needed} axes or more, got shape {tuple(x.shape)}"
         )
+    return scale_from_amax(group_amax(x, plan), plan)
+
+
+def scale_from_amax(amax: Tensor, plan: CastPlan) -> Tensor:
+    """Return the fp32 scale that belongs to each amax (any shape, as `group_amax` gives them)."""
     # float64, and Python scalar over tensor, as torchao: the same two roundings
-    amax = _group_amax(x, plan).to(torch.float64)
-    scale = (plan.max_value / amax.clamp(min=AMAX_FLOOR)).to(torch.float32)
+    scale = (plan.max_value / amax.to(torch.float64).clamp(min=AMAX_FLOOR)).to(torch.float32)
     if plan.power_of_two:
         # log2 in fp32 as torchao: a few ulp below 2^k it rounds up, which the clamp of the cast absorbs
         scale = torch.exp2(torch.floor(torch.log2(scale)))

@@ -1,0 +1,163 @@
+"""What every FP8 cast of a model does, seen from a pass beside training that leaves no trace.
+
+`GemmProbe.run` takes a forward and a backward pass of its own, uncompiled, over copies of a step's micro-batches, and
+reduces every operand of every linear's three GEMMs to the statistics of `tensor_stats`: as the layer casts it, and as
+other recipes would (what-if). Training is bit-identical with and without it: gradients are asked for with
+`torch.autograd.grad`, which leaves `.grad` alone; random number generators and buffers are put back; hooks are attached
+for the pass and removed. It works in anybody's loop:
+
+    probe = GemmProbe(model, what_if=["tensorwise", "rowwise"])
+    result = probe.run(step, tokens, micro_batches, lambda batch: loss_of(model, batch) / len(micro_batches))
+    writer.append_tensor_stats(step, result.casts, result.signals)
+
+The device is waited for once, when the numbers are copied to the host.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from fp8parity.casts import recipe_plan
+from fp8parity.probe_operands import OperandTap, OperandTaps, WantedCast, wanted_casts
+from fp8parity.probe_signals import SignalTaps, gradient_norms, head_of
+from fp8parity.tensor_stats import CastSums, finish
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+Batch = TypeVar("Batch")
+
+
+@dataclass(frozen=True)
+class ProbeResult:
+    """The rows of one probe: `casts` with `tensor_schema.CAST_COLUMNS`, `signals` with `SIGNAL_COLUMNS`."""
+
+    step: int
+    tokens: int
+    casts: list[dict[str, Any]]
+    signals: list[dict[str, Any]]
+
+
+@contextmanager
+def undisturbed(model: nn.Module) -> Iterator[None]:
+    """Put back what a forward and backward pass may change: random generators, buffers, training flags.
+
+    Parameters are never written, and `.grad` is not touched by `torch.autograd.grad`.
+    """
+    devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
+    flags = {module: module.training for module in model.modules()}
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    with torch.random.fork_rng([d.index for d in devices if d.index is not None]):
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for buffer, before in buffers:
+                    buffer.copy_(before)
+            for module, training in flags.items():
+                module.training = training
+
+
+class GemmProbe:
+    """Statistics of all casts of all linears of `model`, which is already converted.
+
+    `what_if` names FP8 recipes to try on the operands too, `weight_cast_source` what their weight casts read
+    (`compute`: the copy in the compute dtype; `master`: the stored parameter); `head` is the FQN of the output head,
+    found by its usual names when not given. Pass the module itself, not a distributed wrapper: statistics are of this
+    process. Raises `UsageError` for an unknown recipe, `KeyError` for an unknown head, `ValueError` without a linear.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        what_if: Sequence[str] = (),
+        weight_cast_source: str = "compute",
+        head: str | None = None,
+    ) -> None:
+        for recipe in what_if:
+            recipe_plan(recipe)
+        self.model = model
+        self.what_if = tuple(what_if)
+        self.weight_cast_source = weight_cast_source
+        self.head = head_of(model, head)
+        # a module under two names is listed once
+        self.linears = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear)}
+        if not self.linears:
+            raise ValueError("the model has no nn.Linear, so there is no GEMM to probe")
+
+    def run(
+        self, step: int, tokens: int, micro_batches: Sequence[Batch], loss_of: Callable[[Batch], Tensor]
+    ) -> ProbeResult:
+        """Probe the model as it stands after `step` optimizer steps and `tokens` tokens.
+
+        `loss_of` returns, for one micro-batch, the scalar that training calls `backward` on, autocast included and
+        divided by the number of micro-batches if training does so. Cost: an uncompiled forward and backward pass of
+        every micro-batch, and two reads of every operand per cast. Whatever it raises, the model is as it was.
+        """
+        operands = OperandTaps([self._tap(fqn, linear) for fqn, linear in self.linears.items()])
+        signals = SignalTaps(self.model, self.head)
+        grads: dict[int, Tensor] = {}
+        with ExitStack() as stack:
+            stack.enter_context(undisturbed(self.model))
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+            stack.enter_context(torch.enable_grad())
+            stack.enter_context(operands.attached())
+            stack.enter_context(signals.attached())
+            for batch in micro_batches:
+                operands.recomputing = signals.recomputing = False
+                loss = loss_of(batch)
+                # forward hooks that fire from here on belong to activation checkpointing
+                operands.recomputing = signals.recomputing = True
+                self._add_gradients(grads, loss)
+        values = signals.signals.values() | gradient_norms(self.linears, grads).values()
+        return _result(step, tokens, operands, values)
+
+    def _tap(self, fqn: str, linear: nn.Linear) -> OperandTap:
+        return OperandTap(fqn, linear, wanted_casts(linear, self.what_if, self.weight_cast_source))
+
+    def _add_gradients(self, grads: dict[int, Tensor], loss: Tensor) -> None:
+        """Add the weights' gradients of one micro-batch to `grads`, by id of the weight: a shared one counts once."""
+        weights = {id(m.weight): m.weight for m in self.linears.values() if m.weight.requires_grad}
+        found = torch.autograd.grad(loss, list(weights.values()), allow_unused=True)
+        for key, grad in zip(weights, found, strict=True):
+            if grad is not None:
+                grads[key] = grads[key] + grad if key in grads else grad
+
+
+def _result(
+    step: int, tokens: int, operands: OperandTaps, signals: dict[tuple[str, str], Tensor]
+) -> ProbeResult:
+    rows = [(tap.fqn, want, sums) for tap in operands.taps for want, sums in tap.rows()]
+    numbers = [sums.values for _, _, sums in rows] + [value.reshape(1) for value in signals.values()]
+    # the one place that waits for the device
+    flat = iter(torch.cat(numbers).tolist() if numbers else [])
+    casts = [_cast_row(step, tokens, fqn, want, sums, flat) for fqn, want, sums in rows]
+    found = [
+        {"step": step, "tokens": tokens, "signal": signal, "fqn": fqn, "value": next(flat)}
+        for signal, fqn in signals
+    ]
+    return ProbeResult(step, tokens, casts, found)
+
+
+def _cast_row(
+    step: int, tokens: int, fqn: str, want: WantedCast, sums: CastSums, flat: Iterator[float]
+) -> dict[str, Any]:
+    stats = finish(sums.elements, sums.groups, [next(flat) for _ in range(sums.values.numel())])
+    return {
+        "step": step,
+        "tokens": tokens,
+        "fqn": fqn,
+        "gemm": want.gemm,
+        "operand": want.operand,
+        "recipe": want.recipe,
+        "kind": want.kind,
+        "format": want.plan.format,
+        "granularity": want.plan.granularity,
+        **stats.to_row(),
+    }
