@@ -14,6 +14,7 @@ from fp8parity.data import BatchPlan
 from fp8parity.errors import ExecutionMismatchError
 from fp8parity.heldout import bf16_twin, held_out_loss
 from fp8parity.module import LMModule, MicroBatch
+from fp8parity.progress import Heartbeat
 from fp8parity.proof import ExecutionProof, prove
 from fp8parity.recorder import FLUSH_EVERY, CurveRecorder
 from fp8parity.spec import RunSpec
@@ -21,6 +22,28 @@ from fp8parity_analysis import schema
 
 NONFINITE_LIMIT = 8
 """Consecutive non-finite losses after which a run counts as diverged."""
+
+
+class LifeSigns(L.Callback):
+    """Keeps the heartbeat going, so that the launcher can tell a slow run from a hung one; stands first."""
+
+    def __init__(self, heartbeat: Heartbeat) -> None:
+        self.heartbeat = heartbeat
+        self._training = False
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Say that the proof follows."""
+        self.heartbeat.enter("prove")
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: MicroBatch, batch_idx: int
+    ) -> None:
+        """Say that training has begun, then that it goes on."""
+        if self._training:
+            self.heartbeat.beat()
+        else:
+            self.heartbeat.enter("train")
+            self._training = True
 
 
 class ProofBeforeTraining(L.Callback):

@@ -41,8 +41,13 @@ class Checkpointer(L.Callback):
         batch: MicroBatch,
         batch_idx: int,
     ) -> None:
-        """Save when the cadence says so; the last step needs no checkpoint."""
+        """Save when the cadence says so; the last step needs no checkpoint, nor does one at which a guard stopped.
+
+        Resumed from it, a run that was killed before its manifest would train on where it ended undisturbed.
+        """
         step = trainer.global_step
+        if trainer.should_stop:
+            return
         if step != self._done and step % self.every == 0 and step < self.recorder.spec.train.steps:
             self.save(trainer)
 
@@ -140,7 +145,8 @@ class StopOnSignal(L.Callback):
     ) -> None:
         """Save and leave, between optimizer steps only."""
         step = trainer.global_step
-        if self.received is None or step == self._step or step >= self.checkpointer.recorder.spec.train.steps:
+        ends = trainer.should_stop or step >= self.checkpointer.recorder.spec.train.steps
+        if self.received is None or step == self._step or ends:
             self._step = step
             return
         self.checkpointer.save(trainer)

