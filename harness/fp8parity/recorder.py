@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from typing import Any
 
 import lightning as L
@@ -13,6 +12,7 @@ from torch import Tensor
 from fp8parity.module import LMModule, MicroBatch
 from fp8parity.schedule import lr_factor
 from fp8parity.spec import RunSpec
+from fp8parity.step_clock import Lap, StepClock, lap_seconds
 from fp8parity_analysis.store import RunWriter
 
 FLUSH_EVERY = 10
@@ -33,8 +33,8 @@ class CurveRecorder(L.Callback):
         self.first_nonfinite_step: int | None = None
         self.last_loss = math.nan
         self._loss_sum: Tensor | None = None
-        self._pending: list[tuple[dict[str, Any], Tensor, Tensor]] = []
-        self._clock = time.perf_counter()
+        self._pending: list[tuple[dict[str, Any], Lap, Tensor, Tensor]] = []
+        self._clock = StepClock(torch.device("cpu"))
         self._session_steps = 0
         self._steady_seconds = 0.0
 
@@ -56,7 +56,7 @@ class CurveRecorder(L.Callback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Start the clock after model construction."""
-        self._clock = time.perf_counter()
+        self._clock = StepClock(pl_module.device)
 
     def on_train_batch_end(
         self,
@@ -73,20 +73,14 @@ class CurveRecorder(L.Callback):
         if trainer.global_step == self.step:
             return
         self.step = trainer.global_step
-        now = time.perf_counter()
         row: dict[str, Any] = {
             "step": self.step,
             "tokens": self.step * self.spec.train.tokens_per_step,
             "lr": self.spec.optim.lr * lr_factor(self.step - 1, self.spec.train.steps, self.spec.optim),
-            "step_time": now - self._clock,
             "batch_digest": batch[1],
         }
-        self._clock = now
-        self._session_steps += 1
-        if self._session_steps > WARM_STEPS:
-            self._steady_seconds += row["step_time"]
         mean = self._loss_sum / self.spec.train.accumulate
-        self._pending.append((row, mean, pl_module.last_grad_norm))
+        self._pending.append((row, self._clock.lap(), mean, pl_module.last_grad_norm))
         self._loss_sum = None
         if self.step % FLUSH_EVERY == 0 or self.step == self.spec.train.steps:
             self.flush()
@@ -95,15 +89,24 @@ class CurveRecorder(L.Callback):
         """Copy the pending numbers to the host in one transfer and append their rows."""
         if not self._pending:
             return
-        numbers = torch.stack([torch.stack((loss.float(), norm.float())) for _, loss, norm in self._pending])
+        numbers = torch.stack(
+            [torch.stack((loss.float(), norm.float())) for _, _, loss, norm in self._pending]
+        )
         rows = []
-        for (row, _, _), (loss, norm) in zip(self._pending, numbers.tolist(), strict=True):
-            rows.append({**row, "train_loss": loss, "grad_norm": norm})
+        for (row, lap, _, _), (loss, norm) in zip(self._pending, numbers.tolist(), strict=True):
+            rows.append({**row, "step_time": self._took(lap), "train_loss": loss, "grad_norm": norm})
             self._watch(row["step"], loss)
         self._pending.clear()
         self.writer.append_curve(rows)
         # Writing is not training: the next step's time starts here.
-        self._clock = time.perf_counter()
+        self._clock.restart()
+
+    def _took(self, lap: Lap) -> float:
+        seconds = lap_seconds(lap)
+        self._session_steps += 1
+        if self._session_steps > WARM_STEPS:
+            self._steady_seconds += seconds
+        return seconds
 
     def _watch(self, step: int, loss: float) -> None:
         self.last_loss = loss
@@ -116,4 +119,4 @@ class CurveRecorder(L.Callback):
 
     def restart_clock(self) -> None:
         """Leave out of the next step's time what happened since the last one."""
-        self._clock = time.perf_counter()
+        self._clock.restart()

@@ -1,0 +1,131 @@
+"""Between two copies of the losses nothing in the training loop waits for the device."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import yaml
+from torch.profiler import ProfilerActivity, profile
+
+from fp8parity import matrix, runner, study
+from fp8parity.data import pack_bytes
+from fp8parity.recorder import FLUSH_EVERY
+from fp8parity_analysis.store import read_run
+
+BACKENDS = {
+    "bf16": "torchao_float8",
+    "tensorwise": "torchao_float8",
+    "rowwise": "torchao_float8",
+    "rowwise_with_gw_hp": "torchao_float8",
+    "blockwise": "torchao_blockwise",
+}
+WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "Pageable")
+"""Calls that wait for the device, and copies from or to memory that is not pinned, which wait in secret."""
+
+
+class Watch(L.Callback):
+    """Makes a wait an error from `first` to `last`, and lists the calls of the steps from there to `profiled`.
+
+    Both stretches lie between two flushes; the losses are copied outside of them.
+    """
+
+    def __init__(self, first: int, last: int, profiled: tuple[int, int]) -> None:
+        self.strict = (first, last)
+        self.profiled = profiled
+        self.watched: list[int] = []
+        self.seen: list[str] = []
+        self._profile: profile | None = None
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        step = trainer.global_step + 1
+        strict = self.strict[0] <= step <= self.strict[1]
+        torch.cuda.set_sync_debug_mode("error" if strict else "default")
+        if strict:
+            self.watched.append(step)
+        if step == self.profiled[0]:
+            self._profile = profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA])
+            self._profile.__enter__()
+        if step == self.profiled[1] + 1 and self._profile is not None:
+            self._profile.__exit__(None, None, None)
+            results = self._profile.profiler
+            assert results is not None
+            assert results.kineto_results is not None
+            self.seen = [event.name() for event in results.kineto_results.events()]
+            self._profile = None
+
+
+@pytest.fixture(autouse=True)
+def default_mode() -> Any:
+    torch._dynamo.reset()
+    yield
+    torch.cuda.set_sync_debug_mode("default")
+
+
+def order_of(tmp_path: Path, recipe: str, **train: Any) -> runner.RunOrder:
+    texts = [b"alpha beta gamma %d " % i * 20 for i in range(2000)]
+    pack_bytes(texts, tmp_path / "corpus.bin", held_out_fraction=0.1, source="test")
+    steps = 4 * FLUSH_EVERY + 1
+    document = {
+        "name": "sync",
+        "base": {
+            "model": {"dim": 256, "n_layers": 3, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 512},
+            "data": {"source": "bin", "path": str(tmp_path / "corpus.bin")},
+            "optim": {"lr": 0.001, "warmup_steps": 5},
+            "train": {
+                "steps": steps, "batch_size": 8, "context": 128, "eval_every": steps, "eval_sequences": 8,
+                "device": "cuda", **train,
+            },
+            "precision": {
+                "recipe": recipe if recipe != "bf16" else "tensorwise", "backend": BACKENDS[recipe], "keep": 4,
+            },
+        },
+        "seeds": [0],
+    }  # fmt: skip
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(document))
+    dirs = study.lay_out(matrix.read(tmp_path / "recipe.yaml"), tmp_path / "out")
+    return next(o for o in map(runner.read_order, dirs) if o.spec.precision.recipe == recipe)
+
+
+@pytest.mark.parametrize("compile_mode", ["off", "blocks"])
+@pytest.mark.parametrize("recipe", list(BACKENDS))
+def test_steady_steps_never_wait(tmp_path: Path, recipe: str, compile_mode: str) -> None:
+    if recipe in ("rowwise", "rowwise_with_gw_hp") and compile_mode == "off":
+        pytest.skip("tensorwise covers torchao's uncompiled path")
+    order = order_of(tmp_path, recipe, compile=compile_mode)
+    two, three = 2 * FLUSH_EVERY, 3 * FLUSH_EVERY
+    watch = Watch(two + 1, three - 1, (three + 1, three + FLUSH_EVERY - 2))
+    session = runner._session(order)
+    trainer = runner._trainer(session)
+    trainer.callbacks.append(watch)
+    try:
+        trainer.fit(session.module, session.data)
+    finally:
+        session.recorder.writer.close()
+    assert watch.watched == list(range(two + 1, three))
+    assert any("Memcpy HtoD" in name for name in watch.seen)  # the batches, so the profile saw the loop
+    waits = [name for name in watch.seen if any(wait in name for wait in WAITS)]
+    assert waits in ([], ["cudaDeviceSynchronize"])  # the profiler's own, when it ends
+
+
+def test_accumulated_batches_are_pinned(tmp_path: Path) -> None:
+    session = runner._session(order_of(tmp_path, "bf16", accumulate=2))
+    runner._trainer(session).fit(session.module, session.data)
+    loader = session.data.train_dataloader()
+    rows = [part for part, _ in (part for _, part in zip(range(4), loader, strict=False))]
+    assert all(part.is_pinned() for part in rows)
+    session.recorder.writer.close()
+
+
+def test_step_times_are_the_devices(tmp_path: Path) -> None:
+    order = order_of(tmp_path, "tensorwise")
+    runner.train(order.run_dir)
+    run = read_run(order.run_dir)
+    assert (run.curve["step_time"] > 0).all()
+    assert run.manifest is not None
+    assert run.manifest["throughput_tokens_per_s"] > 0
