@@ -67,7 +67,7 @@ def default_mode() -> Any:
     torch.cuda.set_sync_debug_mode("default")
 
 
-def order_of(tmp_path: Path, recipe: str, **train: Any) -> runner.RunOrder:
+def laid_out(tmp_path: Path, recipe: str, **train: Any) -> Path:
     texts = [b"alpha beta gamma %d " % i * 20 for i in range(2000)]
     pack_bytes(texts, tmp_path / "corpus.bin", held_out_fraction=0.1, source="test")
     steps = 4 * FLUSH_EVERY + 1
@@ -89,43 +89,78 @@ def order_of(tmp_path: Path, recipe: str, **train: Any) -> runner.RunOrder:
     }  # fmt: skip
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(document))
     dirs = study.lay_out(matrix.read(tmp_path / "recipe.yaml"), tmp_path / "out")
-    return next(o for o in map(runner.read_order, dirs) if o.spec.precision.recipe == recipe)
+    return next(d for d in dirs if runner.read_order(d).spec.precision.recipe == recipe)
+
+
+def train(run_dir: Path, monkeypatch: pytest.MonkeyPatch, callback: L.Callback) -> None:
+    """Train as `fp8parity train` does, with one callback more, after all others."""
+    real = runner._trainer
+
+    def trainer_with(*parts: Any) -> L.Trainer:
+        trainer = real(*parts)
+        trainer.callbacks.append(callback)
+        return trainer
+
+    monkeypatch.setattr(runner, "_trainer", trainer_with)
+    assert runner.train(run_dir) == 0
+
+
+class Pinned(L.Callback):
+    """Notes where the batches lie before they are copied, and that what arrives is on the device."""
+
+    def __init__(self) -> None:
+        self.pinned: list[bool] = []
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        real = pl_module.transfer_batch_to_device
+
+        def noted(batch: Any, device: torch.device, index: int) -> Any:
+            self.pinned.append(batch[0].is_pinned())
+            return real(batch, device, index)
+
+        pl_module.transfer_batch_to_device = noted
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        assert batch[0].is_cuda
 
 
 @pytest.mark.parametrize("compile_mode", ["off", "blocks"])
 @pytest.mark.parametrize("recipe", list(BACKENDS))
-def test_steady_steps_never_wait(tmp_path: Path, recipe: str, compile_mode: str) -> None:
+def test_steady_steps_never_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recipe: str, compile_mode: str
+) -> None:
     if recipe in ("rowwise", "rowwise_with_gw_hp") and compile_mode == "off":
         pytest.skip("tensorwise covers torchao's uncompiled path")
-    order = order_of(tmp_path, recipe, compile=compile_mode)
     two, three = 2 * FLUSH_EVERY, 3 * FLUSH_EVERY
     watch = Watch(two + 1, three - 1, (three + 1, three + FLUSH_EVERY - 2))
-    session = runner._session(order)
-    trainer = runner._trainer(session)
-    trainer.callbacks.append(watch)
-    try:
-        trainer.fit(session.module, session.data)
-    finally:
-        session.recorder.writer.close()
+    train(laid_out(tmp_path, recipe, compile=compile_mode), monkeypatch, watch)
     assert watch.watched == list(range(two + 1, three))
     assert any("Memcpy HtoD" in name for name in watch.seen)  # the batches, so the profile saw the loop
     waits = [name for name in watch.seen if any(wait in name for wait in WAITS)]
     assert waits in ([], ["cudaDeviceSynchronize"])  # the profiler's own, when it ends
 
 
-def test_accumulated_batches_are_pinned(tmp_path: Path) -> None:
-    session = runner._session(order_of(tmp_path, "bf16", accumulate=2))
-    runner._trainer(session).fit(session.module, session.data)
-    loader = session.data.train_dataloader()
-    rows = [part for part, _ in (part for _, part in zip(range(4), loader, strict=False))]
-    assert all(part.is_pinned() for part in rows)
-    session.recorder.writer.close()
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_batches_are_pinned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, accumulate: int) -> None:
+    pinned = Pinned()
+    train(laid_out(tmp_path, "bf16", accumulate=accumulate), monkeypatch, pinned)
+    assert len(pinned.pinned) >= accumulate * 4 * FLUSH_EVERY
+    assert all(pinned.pinned)
 
 
-def test_step_times_are_the_devices(tmp_path: Path) -> None:
-    order = order_of(tmp_path, "tensorwise")
-    runner.train(order.run_dir)
-    run = read_run(order.run_dir)
-    assert (run.curve["step_time"] > 0).all()
-    assert run.manifest is not None
-    assert run.manifest["throughput_tokens_per_s"] > 0
+def test_step_times_are_the_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that keeps the device busy while the host is done at once takes the device's time."""
+    cycles = 100_000_000  # 50 ms at 2 GHz; no GPU runs at 4
+
+    class Busy(L.Callback):
+        def on_train_batch_start(
+            self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+        ) -> None:
+            torch.cuda._sleep(cycles)
+
+    run_dir = laid_out(tmp_path, "bf16")
+    train(run_dir, monkeypatch, Busy())
+    # Between two flushes the host is far ahead: by its clock most steps would take a few milliseconds.
+    assert read_run(run_dir).curve["step_time"].iloc[FLUSH_EVERY:].min() > cycles / 4e9
