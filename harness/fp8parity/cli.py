@@ -230,6 +230,33 @@ def nightly(
 
 
 @app.command()
+def selftest(
+    device: Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")] = "auto",
+    recipe: Annotated[
+        list[str] | None,
+        typer.Option("--recipe", help="RECIPE, RECIPE/BACKEND or RECIPE/BACKEND/master.", show_default="all"),
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="The short form that `run` does first.")] = False,
+    compiled: Annotated[bool, typer.Option("--compile", help="One compiled linear per recipe too.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Test whether this machine's FP8 arithmetic is right. Exit 0 right, 12 a fault, named. Trains nothing."""
+    from rich.console import Console
+
+    from fp8parity.selftest.screen import show_selftest
+    from fp8parity.selftest.session import selftest as test_machine
+
+    screen = Console(stderr=as_json)
+    with screen.status("selftest") as status:
+        report = test_machine(device, recipe or (), quick=quick, compiled=compiled, say=status.update)
+    if as_json:
+        _print_json(report.to_json())
+    else:
+        show_selftest(screen, report)
+    raise typer.Exit(report.exit_code)
+
+
+@app.command()
 def schema() -> None:
     """Print the JSON Schema of recipe files, for editors."""
     from fp8parity.json_schema import recipe_schema

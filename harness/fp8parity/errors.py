@@ -26,6 +26,12 @@ class ExecutionMismatchError(Fp8ParityError):
     exit_code = EXIT_INVALID
 
 
+class KernelFaultError(Fp8ParityError):
+    """The FP8 arithmetic of this machine is wrong; what any run would measure here is the fault."""
+
+    exit_code = EXIT_INVALID
+
+
 class InterruptedRunError(Fp8ParityError):
     """Stopped from outside or by a full disk; the same command run again resumes."""
 

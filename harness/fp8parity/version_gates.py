@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from packaging.version import Version
 
-from fp8parity.spec import RunSpec
+from fp8parity.spec import PrecisionSpec, RunSpec
 
 CPU_ROWWISE_TORCH = Version("2.13")
 """First tested torch whose CPU `_scaled_mm` takes one scale per row; 2.11 was tried and takes one per tensor only."""
@@ -30,8 +30,14 @@ def version_problems(versions: Mapping[str, str], spec: RunSpec, device_type: st
 
     `versions` is `environment.package_versions()`.
     """
+    return precision_problems(versions, spec.precision, device_type, compiled=spec.train.compile != "off")
+
+
+def precision_problems(
+    versions: Mapping[str, str], precision: PrecisionSpec, device_type: str, *, compiled: bool
+) -> list[str]:
+    """Return why this precision cannot be trusted, compiled or not; otherwise as `version_problems`."""
     torch, torchao = _version(versions, "torch"), _version(versions, "torchao")
-    precision = spec.precision
     problems: list[str] = []
     if precision.is_bf16 or torch is None:
         return problems
@@ -41,10 +47,10 @@ def version_problems(versions: Mapping[str, str], spec: RunSpec, device_type: st
             f"precision.recipe: {precision.recipe} with backend torchao_float8 on a CPU needs torch >= "
             f"{CPU_ROWWISE_TORCH}, this is {torch}; write backend: reference, or upgrade torch"
         )
-    compiled = device_type == "cuda" and spec.train.compile != "off"
-    if compiled and torch >= MISCOMPILING_TORCH and torchao is not None and torchao < PATCHED_TORCHAO:
+    miscompiles = device_type == "cuda" and compiled
+    if miscompiles and torch >= MISCOMPILING_TORCH and torchao is not None and torchao < PATCHED_TORCHAO:
         problems.append(
-            f"train.compile: {spec.train.compile} with torch {torch} needs torchao >= {PATCHED_TORCHAO}, this is "
+            f"train.compile: blocks with torch {torch} needs torchao >= {PATCHED_TORCHAO}, this is "
             f"{torchao}: compiled FP8 kernels would produce NaN now and then; upgrade torchao, or compile: off"
         )
     return problems
