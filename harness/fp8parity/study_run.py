@@ -13,6 +13,7 @@ from fp8parity.devices import default_slots
 from fp8parity.errors import Fp8ParityError, InterruptedRunError, UsageError
 from fp8parity.launch import RunState, launch
 from fp8parity.screen import live_runs, show_judgement
+from fp8parity.selftest_gate import require_sound_arithmetic
 from fp8parity_analysis import schema
 
 
@@ -58,7 +59,8 @@ def run_study(
 
     With `any_verdict` a valid comparison exits 0 whatever it found. A crashed run leaves the others standing and
     makes its own comparison INVALID. With `mlflow_uri` a process of its own mirrors the study meanwhile; MLflow's
-    failures are a warning. Raises the errors of `matrix.read`, `study.lay_out` and `launch.launch`.
+    failures are a warning. Raises the errors of `matrix.read`, `study.lay_out`,
+    `selftest_gate.require_sound_arithmetic` and `launch.launch`.
     """
     console = Console()
     _check_mlflow(out, mlflow_uri)
@@ -75,6 +77,8 @@ def run_study(
                 markup=False,
             )
             if done < len(run_dirs):
+                specs = [run.spec for run in plan.runs]
+                require_sound_arithmetic(out, specs, lambda words: console.print(words, markup=False))
                 with live_runs(console, done) as on_change:
                     _raise_on_refusal(
                         launch(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,16 @@ def documents(count: int, seed: int = 0) -> list[bytes]:
     rng = random.Random(seed)
     words = [b"alpha", b"beta", b"gamma", b"delta", b"norm", b"scale", b"cast"]
     return [b" ".join(rng.choice(words) for _ in range(40)) + b" %d" % i for i in range(count)]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_selftest_before_studies() -> Iterator[None]:
+    """Studies of these tests train at once: the selftest has tests of its own, and costs seconds of imports."""
+    from fp8parity import study_run
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(study_run, "require_sound_arithmetic", lambda *args: None)
+        yield
 
 
 @pytest.fixture(scope="session")

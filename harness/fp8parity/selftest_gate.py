@@ -1,0 +1,114 @@
+"""The short selftest a study begins with, in a process of its own, once per machine and packages. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from fp8parity.devices import visible_gpus
+from fp8parity.environment import package_versions
+from fp8parity.errors import EXIT_INVALID, EXIT_USAGE, Fp8ParityError, KernelFaultError, UsageError
+from fp8parity.selftest.report import SELFTEST_VERSION
+from fp8parity.spec import RunSpec
+from fp8parity_analysis.errors import BadInputError
+from fp8parity_analysis.json_files import read_json, write_json
+
+SELFTEST_FILE = "selftest.json"
+"""In the study directory: what was tested where (`key`), and the document of `selftest --quick --json`."""
+
+
+def subjects_of(specs: Sequence[RunSpec]) -> list[str]:
+    """Return RECIPE/BACKEND, with /master where the weight cast reads the master, of every FP8 arm, sorted."""
+    fp8 = {(p.recipe, p.backend, p.weight_cast_source) for p in (s.precision for s in specs) if not p.is_bf16}
+    return sorted(f"{r}/{b}" + ("/master" if source == "master" else "") for r, b, source in fp8)
+
+
+def _gpu_names() -> list[str]:
+    """Return name and driver of every GPU, by nvidia-smi."""
+    if not visible_gpus() or shutil.which("nvidia-smi") is None:
+        return []
+    command = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    found = subprocess.run(command, capture_output=True, text=True, check=False)
+    return found.stdout.split("\n") if found.returncode == 0 else []
+
+
+def key_of(subjects: Sequence[str], device: str) -> dict[str, Any]:
+    """Return what a stored result is valid for: subjects, packages, machine and GPUs."""
+    return {
+        "selftest_version": SELFTEST_VERSION,
+        "subjects": list(subjects),
+        "device": device,
+        "packages": package_versions(),
+        "machine": platform.machine(),
+        "gpus": [] if device == "cpu" else _gpu_names(),
+    }
+
+
+def _passed_before(path: Path, key: dict[str, Any]) -> bool:
+    try:
+        stored = read_json(path)
+    except BadInputError:
+        return False
+    return stored.get("key") == key and stored.get("right") is True
+
+
+def _test(subjects: Sequence[str], device: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "fp8parity", "selftest", "--quick", "--json", "--device", device]
+    command += [part for subject in subjects for part in ("--recipe", subject)]
+    environment = {**os.environ, "TORCHAO_FORCE_SKIP_LOADING_SO_FILES": "1"}
+    return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+
+
+def _last_words(text: str) -> str:
+    lines = [line.removeprefix("fp8parity: ") for line in text.strip().splitlines() if line.strip()]
+    return lines[-1] if lines else "no output"
+
+
+def _document(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
+    """Return what the selftest printed, or raise what kept it from printing."""
+    if done.returncode == EXIT_USAGE:
+        said = [line for line in done.stderr.splitlines() if line.startswith("fp8parity: ")]
+        raise UsageError(
+            "\n".join(line.removeprefix("fp8parity: ") for line in said) or _last_words(done.stderr)
+        )
+    if done.returncode not in (0, EXIT_INVALID):
+        raise Fp8ParityError(
+            f"selftest: crashed with exit code {done.returncode} before any training: {_last_words(done.stderr)}; "
+            "run fp8parity selftest --quick to see it"
+        )
+    document: dict[str, Any] = json.loads(done.stdout)
+    return document
+
+
+def require_sound_arithmetic(out: Path, specs: Sequence[RunSpec], say: Callable[[str], None]) -> None:
+    """Test the recipes and backends of `specs` on their device before any of them trains.
+
+    The result is kept in `out`/selftest.json and holds until subjects, packages or machine change. Raises
+    `KernelFaultError` naming each fault, `UsageError` for a subject this machine cannot run, `Fp8ParityError` when
+    the selftest itself crashes.
+    """
+    subjects = subjects_of(specs)
+    if not subjects:
+        return
+    device = specs[0].train.device
+    path, key = out / SELFTEST_FILE, key_of(subjects, device)
+    if _passed_before(path, key):
+        return
+    document = _document(_test(subjects, device))
+    missing = [f"{s['label']}: {s['reason']}" for s in document["subjects"] if s["status"] == "not_run"]
+    if missing:
+        raise UsageError("\n".join(missing))
+    write_json(path, {"key": key, **document})
+    faults = [f"selftest: {s['label']}: {f['text']}" for s in document["subjects"] for f in s["faults"]]
+    if faults:
+        raise KernelFaultError(
+            "\n".join(faults) + f"\nselftest: nothing was trained; the measurements are in {path}"
+        )
+    say(f"selftest: {', '.join(subjects)} right in {document['seconds']:.0f} s")
