@@ -13,7 +13,16 @@ from typing import TYPE_CHECKING, Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from fp8parity_analysis import junit, report_facts, report_tables, summary, wording
+from fp8parity_analysis import (
+    junit,
+    report_facts,
+    report_tables,
+    report_tensor,
+    report_tensor_figures,
+    summary,
+    tensor_health,
+    wording,
+)
 from fp8parity_analysis import report_format as fmt
 from fp8parity_analysis.report_figures import MAX_POINTS, Pictures, pictures_of
 from fp8parity_analysis.report_model import REPORT_SCHEMA_VERSION, Finding, ReportModel
@@ -25,7 +34,9 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
+    from fp8parity_analysis.report_tensor_model import TensorFigures
     from fp8parity_analysis.store import RunRecord
+    from fp8parity_analysis.tensor_health import TensorHealth
     from fp8parity_analysis.verdict import Judgement, Verdict
 
 REPORT_JSON = "report.json"
@@ -43,17 +54,21 @@ def write(
     study: Mapping[str, Any],
     *,
     reproduce: str,
+    tensor: TensorHealth | None = None,
 ) -> tuple[Path, ...]:
     """Write `report.html`, `report.json`, `summary.md` and `junit.xml` into `out_dir` and return their paths.
 
     `records` may be empty (curves from outside); `study` is the content of `study.json`, every key
-    optional; `reproduce` is the shell command that repeats the study. Each file appears by rename, whole or
+    optional; `reproduce` is the shell command that repeats the study; `tensor` is the tensor health of the runs where
+    it is known already. Each file appears by rename, whole or
     not at all. Deterministic: the same arguments give the same bytes. Errors: `OSError` of the disk.
     """
     runs = StudyRuns.of(records)
+    health = tensor or tensor_health.examine(judgement, runs)
     model = build(judgement, runs, study, reproduce=reproduce)
+    model = replace(model, tensor=report_tensor.section_of(health))
     documents = {
-        REPORT_FILE: render(model, pictures_of(judgement, runs)),
+        REPORT_FILE: render(model, pictures_of(judgement, runs), report_tensor_figures.figures_of(health)),
         REPORT_JSON: to_json(model),
         SUMMARY_FILE: summary.render(model),
         JUNIT_FILE: junit.render(model, judgement, str(study.get("created_at") or "")),
@@ -186,7 +201,9 @@ def _keep_units(value: object) -> object:
     return value
 
 
-def render(model: ReportModel, pictures: Pictures) -> str:
+def render(
+    model: ReportModel, pictures: Pictures, tensor_figures: Mapping[str, TensorFigures] | None = None
+) -> str:
     """Return the HTML page; every text of the model is escaped, the pictures are trusted SVG."""
     template = _environment().get_template("report.html.j2")
     page = template.render(
@@ -196,5 +213,8 @@ def render(model: ReportModel, pictures: Pictures) -> str:
         forest_narrow=Markup(pictures.forest_narrow or ""),
         loss={recipe: Markup(svg) for recipe, svg in pictures.loss.items()},
         gap={recipe: Markup(svg) for recipe, svg in pictures.gap.items()},
+        tensor=model.tensor,
+        tensor_figures=tensor_figures or {},
+        tensor_words=report_tensor_figures.WORDS,
     )
     return _CONTROL_CHARACTERS.sub("\N{REPLACEMENT CHARACTER}", page) + "\n"

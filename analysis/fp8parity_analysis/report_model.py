@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fp8parity_analysis.report_tensor_model import TensorSection
 
 REPORT_SCHEMA_VERSION = 1
 """Raised when a key of `report.json` changes its meaning or goes away."""
@@ -120,6 +123,7 @@ class ReportModel:
     made_by: str
     judgement: dict[str, Any] = field(default_factory=dict)
     evidence: tuple[dict[str, Any], ...] = ()
+    tensor: TensorSection | None = None
 
     @property
     def recipes(self) -> tuple[Finding, ...]:

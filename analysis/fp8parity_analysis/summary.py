@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
+from fp8parity_analysis.report_tensor import summary_lines
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -55,6 +57,9 @@ def _lines(model: ReportModel) -> Iterator[str]:
         yield ""
         yield from (f"- {_item(text)}" for text in (item.sentence, *item.reasons))
         yield from (f"- **Warning:** {escape(text)}" for text in item.warnings)
+    for text in summary_lines(model.tensor):
+        yield ""
+        yield _item(text)
     if model.warnings:
         yield ""
         yield from (f"- **Warning:** {escape(text)}" for text in model.warnings)

@@ -93,17 +93,17 @@ class Candidate:
         """The onset with its resolution: the truth lies between this probe and the one before it."""
         if self.onset.step is None:
             return fmt.NOTHING
-        return f"{self.onset.step:,} (probe before: {self.onset.step - self.onset.resolution:,})"
+        return f"{self.onset.step:,} (after {self.onset.step - self.onset.resolution:,})"
 
     @property
     def lead_words(self) -> str:
-        """How long before the loss, in how many seeds, and whether that is tested."""
+        """How long before the loss, in how many seeds, and the sign test's p where there are seeds enough for one."""
         onset = self.onset
         if onset.lead is None:
             return fmt.NOTHING
         sign = fmt.number(onset.lead, 0)
-        tested = f"p {fmt.p_value(onset.p)}" if onset.p is not None else "not tested"
-        return f"{sign} steps, first in {onset.ahead} of {onset.compared} ({tested})"
+        tested = "" if onset.p is None else f", p {fmt.p_value(onset.p)}"
+        return f"{sign} steps (first in {onset.ahead} of {onset.compared}{tested})"
 
 
 def candidates_of(reasons: Iterable[tuple[Tensor, Reason]]) -> tuple[Candidate, ...]:

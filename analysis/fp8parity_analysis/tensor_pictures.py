@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from fp8parity_analysis.tensor_absolute import format_family
+from fp8parity_analysis.tensor_absolute import DECLARED_FORMATS, format_family
 from fp8parity_analysis.tensor_reduce import quietly
 
 if TYPE_CHECKING:
@@ -44,25 +44,36 @@ class ArmPictures:
 def pictures_of(arm: ArmTensors, candidates: Sequence[Tensor]) -> ArmPictures:
     """Return the arrays of an arm's pictures: the amax of the first candidates, without any of the widest tensors."""
     panels = [panel for seed in arm.seeds for panel in seed.test]
-    chosen = list(dict.fromkeys(candidates))[:MAX_TRAJECTORIES] or _widest(arm)
+    chosen = _distinct(candidates) or _distinct(_widest(arm))
     return ArmPictures(
         tensors=arm.tensors,
         steps=arm.steps,
         underflow=_worst([panel.columns["underflow_frac"] for panel in panels]),
-        lost_db=_worst([_lost_db(panel) for panel in panels]),
+        lost_db=_worst([_lost_db(panel, arm.recipe) for panel in panels]),
         amax=tuple(_trajectory(arm, tensor) for tensor in chosen),
     )
+
+
+def _distinct(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return the first few operands: one that enters two GEMMs has one amax."""
+    found: dict[tuple[str, str], Tensor] = {}
+    for tensor in tensors:
+        found.setdefault((tensor.fqn, tensor.operand), tensor)
+    return list(found.values())[:MAX_TRAJECTORIES]
 
 
 def _worst(values: Sequence[FloatArray]) -> FloatArray:
     return quietly(np.nanmax, np.stack(values), axis=0) if values else np.zeros((0, 0))
 
 
-def _lost_db(panel: Panel) -> FloatArray:
-    best = np.array(
-        [[BEST_SQNR.get(format_family(str(name)), np.nan) for name in row] for row in panel.formats]
-    )
-    return best.reshape(panel.formats.shape) - panel.columns["sqnr_db"]
+def _lost_db(panel: Panel, recipe: str) -> FloatArray:
+    """Return how far each SQNR lies below the best of the format that the recipe declares, or else that is recorded."""
+    declared = DECLARED_FORMATS.get(recipe, {})
+    best = np.full(panel.formats.shape, np.nan)
+    for row, tensor in enumerate(panel.tensors):
+        names = [declared.get(tensor.operand) or format_family(str(name)) for name in panel.formats[row]]
+        best[row] = [BEST_SQNR.get(name, np.nan) for name in names]
+    return np.asarray(best - panel.columns["sqnr_db"], dtype=np.float64)
 
 
 def _widest(arm: ArmTensors) -> list[Tensor]:
@@ -72,7 +83,7 @@ def _widest(arm: ArmTensors) -> list[Tensor]:
     ranked = [
         int(row) for row in np.argsort(-np.nan_to_num(peaks, nan=-np.inf, posinf=np.inf), kind="stable")
     ]
-    return [arm.tensors[row] for row in ranked[:MAX_TRAJECTORIES]]
+    return [arm.tensors[row] for row in ranked[: 2 * MAX_TRAJECTORIES]]
 
 
 def _trajectory(arm: ArmTensors, tensor: Tensor) -> Trajectory:

@@ -142,7 +142,7 @@ def _tested(arm: ArmTensors, family: Family, row: int, onset: Onset) -> Reason:
     floor = JUMP_FLOOR if family.reduction == "jump" else statistic.floor
     return Reason(
         name=f"{statistic.name}_{family.reduction}",
-        text=f"{statistic.words}: {_effect_words(family, effect)} (q = {fmt.p_value(q)})",
+        text=f"{statistic.words}: {_effect_words(family, effect)} (q {_p_words(q)})",
         basis="tested",
         cast_fault=False,
         order=0,
@@ -154,6 +154,19 @@ def _tested(arm: ArmTensors, family: Family, row: int, onset: Onset) -> Reason:
         effect=effect,
         q=q,
     )
+
+
+def _p_words(q: float) -> str:
+    text = fmt.p_value(q)
+    return text if text.startswith("<") else f"= {text}"
+
+
+def factor(logarithm: float) -> str:
+    """Return e^x as a factor that people can read."""
+    value = math.exp(max(-700.0, min(logarithm, 700.0)))
+    if 100 <= value < 1e6:
+        return f"× {value:,.0f}"
+    return f"× {value:.3g}" if 1e-3 <= value < 100 else f"× {value:.1e}"
 
 
 def _effect_words(family: Family, effect: float) -> str:
@@ -172,7 +185,7 @@ def amount(statistic: Statistic, effect: float) -> str:
     if statistic.unit == "dB":
         return f"{fmt.number(effect, 1)} dB"
     odds = " in odds" if statistic.unit == "logit" else ""
-    return f"x {math.exp(max(-700.0, min(effect, 700.0))):.3g}{odds}"
+    return f"{factor(effect)}{odds}"
 
 
 def _moves_in_bf16(arm: ArmTensors, statistic: Statistic, row: int, onset: Onset) -> bool | None:
@@ -220,7 +233,7 @@ def moved_reasons(moves: Sequence[Move], loss_onsets: dict[int, int]) -> Reasons
 
 
 def _move_words(move: Move) -> str:
-    return f"{move.worst:.1f} dB" if move.signal.unit == "dB" else f"x {math.exp(min(move.worst, 700.0)):.3g}"
+    return f"{move.worst:.1f} dB" if move.signal.unit == "dB" else factor(move.worst)
 
 
 def described_reasons(arm: ArmTensors, families: Sequence[Family], loss_onsets: dict[int, int]) -> Reasons:

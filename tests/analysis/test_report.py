@@ -182,6 +182,7 @@ def test_the_answer_stands_first_in_plain_words(page: Page) -> None:
         "Gaps against the margin",
         "Recipes against each other",
         "Curves and reasons",
+        "Tensor health",
         "Noise floor",
         "Token cost and speed",
         "What is not claimed",
