@@ -170,11 +170,17 @@ def judge(
 
 
 @app.command()
-def report(study: Annotated[Path, typer.Argument(help="A study directory.")]) -> None:
+def report(
+    study: Annotated[Path, typer.Argument(help="A study directory.")],
+    emit_followup: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write the recipe file that holds the candidate layers in BF16."),
+    ] = None,
+) -> None:
     """Write verdicts.json and the report again from what is stored. Trains nothing."""
     from fp8parity.judging import judge_study, write_results
 
-    for path in write_results(study, judge_study(study, {})):
+    for path in write_results(study, judge_study(study, {}), followup=emit_followup):
         typer.echo(str(path))
 
 

@@ -99,12 +99,35 @@ def mapping_of(option: str, pairs: Sequence[str]) -> dict[str, str]:
     return found
 
 
-def write_results(study_dir: Path, judgement: Judgement) -> tuple[Path, ...]:
-    """Write verdicts.json and the reports of a study directory; returns the paths."""
+def write_results(study_dir: Path, judgement: Judgement, *, followup: Path | None = None) -> tuple[Path, ...]:
+    """Write verdicts.json, the reports and, where there are any, tensor.json of a study directory; returns the paths.
+
+    `followup` is where to write the recipe file of the run that decides about the tensors' first candidates. Errors:
+    those of `followup.write_followup`, after everything else is written.
+    """
     from fp8parity_analysis import report  # draws: matplotlib takes a second to import
+    from fp8parity_analysis.report_tensor import TENSOR_FILE, watched
+    from fp8parity_analysis.study_runs import StudyRuns
+    from fp8parity_analysis.tensor_health import examine
 
     study = read_study(study_dir)
     verdicts = study_dir / schema.VERDICTS_FILE
     write_json(verdicts, judgement.to_json())
     command = f"fp8parity run {study['recipe_file']} --out {study_dir}"
-    return (verdicts, *report.write(study_dir, judgement, read_runs(study_dir), study, reproduce=command))
+    records = read_runs(study_dir)
+    runs = StudyRuns.of(records)
+    health = examine(judgement, runs)
+    paths = [
+        verdicts,
+        *report.write(study_dir, judgement, records, study, reproduce=command, tensor=health),
+    ]
+    numbers = watched(health)
+    if numbers:
+        write_json(study_dir / TENSOR_FILE, numbers)
+        paths.append(study_dir / TENSOR_FILE)
+    if followup is not None:
+        from fp8parity.followup import first_arm, write_followup
+
+        tests = runs.tests_of(first_arm(health))
+        paths.append(write_followup(study_dir, health, tests[0].spec["spec"] if tests else None, followup))
+    return tuple(paths)

@@ -1,0 +1,117 @@
+"""The run that decides about a candidate: the same recipe with that layer held in BF16, as a new arm beside the old.
+
+Statistics say where to look; only this intervention says whether a layer is the cause. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from fp8parity import matrix
+from fp8parity.errors import UsageError
+from fp8parity.recipe_file import base_sections, parse, set_dotted
+from fp8parity.yaml_marks import load
+from fp8parity_analysis import schema
+from fp8parity_analysis.store import read_study
+from fp8parity_analysis.tensor_health import ArmHealth, TensorHealth
+
+MAX_LAYERS = 4
+"""Layers held in BF16 at once: the first candidates of the arm."""
+
+
+def layers_of(arm: ArmHealth) -> tuple[str, ...]:
+    """Return the layers of an arm's first candidates: those of the leading candidate's kind, `MAX_LAYERS` at most."""
+    leading = arm.candidates[0].basis
+    return tuple(dict.fromkeys(item.tensor.fqn for item in arm.candidates if item.basis == leading))[
+        :MAX_LAYERS
+    ]
+
+
+def _first(health: TensorHealth) -> ArmHealth | None:
+    return next((item for item in health.arms if item.candidates), None)
+
+
+def first_arm(health: TensorHealth) -> str:
+    """Return the name of the first arm with candidates, empty without one."""
+    arm = _first(health)
+    return arm.recipe if arm else ""
+
+
+def write_followup(
+    study_dir: Path, health: TensorHealth, spec: Mapping[str, Any] | None, target: Path
+) -> Path:
+    """Write a recipe file that reruns the first arm with candidates with their layers held in BF16; return its path.
+
+    `spec` is the canonical RunSpec of a run of that arm. The file is checked as `fp8parity plan` would check it.
+    Errors: `UsageError` when nothing is a candidate, or when nothing would be left in FP8.
+    """
+    arm = _first(health)
+    if arm is None or spec is None:
+        reason = "no layer is a candidate" if health.recorded else "no tensor statistics were recorded"
+        raise UsageError(
+            f"--emit-followup: {reason}, so there is nothing to follow up; {target} was not written"
+        )
+    text = followup_text(study_dir, arm.recipe, layers_of(arm), spec, target)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    draft = target.with_name(f"{target.name}.draft.yaml")
+    try:
+        draft.write_text(text, encoding="utf-8")
+        try:
+            matrix.read(draft)
+        except UsageError as error:
+            raise UsageError(
+                f"--emit-followup: with {', '.join(layers_of(arm))} in BF16 too: {error}"
+            ) from error
+        os.replace(draft, target)
+    finally:
+        draft.unlink(missing_ok=True)
+    return target
+
+
+def followup_text(
+    study_dir: Path, recipe: str, layers: Sequence[str], spec: Mapping[str, Any], target: Path
+) -> str:
+    """Return the recipe file: the study's own, its axes replaced by the arm as it was and the arm without `layers`."""
+    stored = study_dir / schema.RECIPE_COPY
+    parsed, problems = parse(load(stored))
+    if parsed is None:
+        raise UsageError(str(problems))
+    sections = base_sections(parsed)
+    for key in [*parsed.axes, *(key for entry in parsed.include for key in entry)]:
+        section, _, name = key.partition(".")
+        for real in ("keep_first", "keep_last") if name == "keep" else (name,):
+            set_dotted(sections, f"{section}.{real}", spec[section][real])
+    held = list(spec["precision"]["exclude"])
+    sections["precision"].pop("exclude", None)
+    _move_data(sections, study_dir, target)
+    study = str(read_study(study_dir)["name"])
+    raw = load(stored).values
+    document: dict[str, Any] = {
+        "name": f"{study}-followup",
+        "description": f"{recipe} of {study}, as it was and with {', '.join(layers)} held in BF16.",
+        "base": {name: values for name, values in sections.items() if values},
+        "axes": {"precision.exclude": [held, [*held, *(name for name in layers if name not in held)]]},
+    }
+    document |= {
+        key: raw[key] for key in ("seeds", "control", "null", "criteria", "runtime", "probe") if key in raw
+    }
+    head = (
+        f"# Is the gap of {recipe} made in {', '.join(layers)}? The arm as it was, and with that held in BF16.\n"
+        f"# The gap of the second arm, and the contrast between the two, are the evidence.\n"
+        f"#   fp8parity run {target.name} --out out/{study}-followup\n"
+    )
+    return head + yaml.safe_dump(document, sort_keys=False, allow_unicode=True, width=110)
+
+
+def _move_data(sections: dict[str, dict[str, Any]], study_dir: Path, target: Path) -> None:
+    """Rewrite a token file's path, which is relative to the recipe file, for the place of the new one."""
+    path = sections.get("data", {}).get("path")
+    if path is None or Path(path).is_absolute():
+        return
+    recipe = Path(str(read_study(study_dir)["recipe_file"]))
+    sections["data"]["path"] = os.path.relpath((recipe.parent / path).resolve(), target.parent.resolve())
