@@ -1,12 +1,13 @@
 """How long 50 runs of 2000 steps and 20 metrics take into a sqlite file, and that a second copy adds nothing.
 
-python benchmarks/mirror_speed.py [--runs 50] [--steps 2000] [--metrics 20] [--json FILE]
+python benchmarks/mirror_speed.py [--runs 50] [--steps 2000] [--metrics 20] [--workers N] [--json FILE]
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import tempfile
 import time
 from pathlib import Path
@@ -14,8 +15,9 @@ from pathlib import Path
 import numpy as np
 
 from fp8parity_analysis.mlflow_content import Points, RunContent
-from fp8parity_analysis.mlflow_mirror import mirror_run
+from fp8parity_analysis.mlflow_mirror import mirror_runs
 from fp8parity_analysis.mlflow_sink import Sink
+from fp8parity_analysis.mlflow_workers import usable_cores
 
 
 def content(number: int, steps: int, metrics: int) -> RunContent:
@@ -27,31 +29,46 @@ def content(number: int, steps: int, metrics: int) -> RunContent:
     return RunContent(f"run{number}", f"25m/s{number // 5}/arm", "FINISHED", 0, 1, params, {}, series)
 
 
+def measure(database: Path, options: argparse.Namespace) -> dict[str, float]:
+    """Copy all runs and return points written, seconds on the clock, and processor seconds of all processes."""
+    runs = [content(number, options.steps, options.metrics) for number in range(options.runs)]
+    began, used = time.perf_counter(), processor_seconds()
+    sink = Sink.open(f"sqlite:///{database}", "benchmark", "one")
+    mirror_runs(sink, runs, workers=options.workers)
+    return {
+        "points": sink.points_written,
+        "seconds": round(time.perf_counter() - began, 1),
+        "processor_seconds": round(processor_seconds() - used, 1),
+    }
+
+
+def processor_seconds() -> float:
+    """Return what this process and its ended children have used."""
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system
+
+
 def main() -> None:
     """Measure and print; write JSON when asked."""
     parser = argparse.ArgumentParser()
-    for name, value in (("runs", 50), ("steps", 2000), ("metrics", 20)):
+    defaults = {"runs": 50, "steps": 2000, "metrics": 20, "workers": usable_cores()}
+    for name, value in defaults.items():
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         database = Path(folder) / "mlflow.db"
-        seconds, points = [], []
-        for _ in range(2):
-            began = time.perf_counter()
-            sink = Sink.open(f"sqlite:///{database}", "benchmark", "one")
-            for number in range(options.runs):
-                mirror_run(sink, content(number, options.steps, options.metrics))
-            seconds.append(round(time.perf_counter() - began, 1))
-            points.append(sink.points_written)
+        first, again = measure(database, options), measure(database, options)
         mib = database.stat().st_size / 2**20
-    found = {"points": points[0], "seconds": seconds[0], "database_mib": round(mib)}
-    found |= {"again_points": points[1], "again_seconds": seconds[1]}
-    print(
-        f"{points[0]:,} points in {seconds[0]} s ({points[0] / seconds[0]:,.0f}/s), {mib:.0f} MiB; "
-        f"again: {points[1]} points in {seconds[1]} s"
-    )
+    load = os.getloadavg()[1]
+    for words, row in (("first", first), ("again", again)):
+        print(
+            f"{words}: {row['points']:,} points in {row['seconds']} s "
+            f"({row['processor_seconds']} s of processor time, {options.workers} processes)"
+        )
+    print(f"{mib:.0f} MiB; load average {load:.1f} on {os.cpu_count()} cores")
     if options.json:
+        found = {"first": first, "again": again, "mib": round(mib), "workers": options.workers, "load": load}
         options.json.write_text(json.dumps(found) + "\n")
 
 

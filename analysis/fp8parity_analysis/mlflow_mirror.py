@@ -21,12 +21,15 @@ from fp8parity_analysis.json_files import read_json
 from fp8parity_analysis.mlflow_content import RunContent, content_of, controls
 from fp8parity_analysis.mlflow_sink import Sink, check_uri, require_mlflow
 from fp8parity_analysis.mlflow_view import VIEW_TAG, view_state
+from fp8parity_analysis.mlflow_workers import in_processes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
     from fp8parity_analysis.store import RunRecord
 
+POINTS_PER_PROCESS = 100_000
+"""A process more is worth its start (seconds, for importing mlflow) from so many points on."""
 STATE_TAG = "fp8.mirrored"
 SUMMARY_RUN = "study"
 SUMMARY_FILES = (
@@ -57,11 +60,12 @@ def default_uri(study_dir: Path) -> str:
     return f"sqlite:///{(study_dir / 'mlflow.db').resolve()}"
 
 
-def mirror(study_dir: Path, uri: str | None = None) -> MirrorResult:
+def mirror(study_dir: Path, uri: str | None = None, *, workers: int = 1) -> MirrorResult:
     """Copy what is new in a study directory, finished or not, into MLflow.
 
-    Raises `BadInputError` when mlflow is missing or the directory is no study, `MirrorError` when the store
-    cannot be written. What was written until then stays and is continued by the next call.
+    `workers` is the most processes that a large copy may use. Raises `BadInputError` when mlflow is missing or the
+    directory is no study, `MirrorError` when the store cannot be written. What was written until then stays and is
+    continued by the next call.
     """
     require_mlflow()
     study = read_json(study_dir / schema.STUDY_FILE)
@@ -73,8 +77,7 @@ def mirror(study_dir: Path, uri: str | None = None) -> MirrorResult:
         )
         contents = read_contents(study_dir, study)
         _mirror_summary(sink, study_dir, study)
-        for content in contents:
-            mirror_run(sink, content)
+        mirror_runs(sink, contents, workers=workers)
     return MirrorResult(target, sink.experiment_id, len(contents), sink.runs_made, sink.points_written)
 
 
@@ -132,6 +135,33 @@ def _stale(content: RunContent, state: Mapping[str, Any]) -> bool:
     )
 
 
+def points_to_copy(sink: Sink, content: RunContent) -> int:
+    """Return how many points of a run MLflow does not have yet."""
+    state = _state(sink, content.run_id)
+    done = {} if _stale(content, state) else state.get("metrics", {})
+    return sum(len(points.after(_last(done, name)).steps) for name, points in content.series.items())
+
+
+def _last(done: Mapping[str, Any], name: str) -> int:
+    return int(done.get(name, [-1])[0])
+
+
+def mirror_runs(sink: Sink, contents: Sequence[RunContent], *, workers: int = 1) -> None:
+    """Copy what is new of every run, in up to `workers` processes when that is much."""
+    sizes = [points_to_copy(sink, content) for content in contents]
+    processes = min(workers, sum(sizes) // POINTS_PER_PROCESS, len(contents))
+    if processes < 2:
+        for content in contents:
+            mirror_run(sink, content)
+        return
+    # The largest go first and round-robin, so that the processes end at about the same time.
+    order = sorted(range(len(contents)), key=lambda i: -sizes[i])
+    shares = [[contents[i] for i in order[start::processes]] for start in range(processes)]
+    made, written = in_processes(sink.store, shares, mirror_run)
+    sink.runs_made += made
+    sink.points_written += written
+
+
 def mirror_run(sink: Sink, content: RunContent) -> None:
     """Copy what is new of one run: points first, then the tag that says so, then how it ended."""
     key, state = content.run_id, _state(sink, content.run_id)
@@ -139,7 +169,7 @@ def mirror_run(sink: Sink, content: RunContent) -> None:
         sink.make_run(key, content.name, content.start_ms, content.params)
         state = {}
     done: dict[str, Any] = state.get("metrics", {})
-    new = {name: points.after(int(done.get(name, [-1])[0])) for name, points in content.series.items()}
+    new = {name: points.after(_last(done, name)) for name, points in content.series.items()}
     sink.write_points(key, {name: points for name, points in new.items() if len(points.steps)})
     if content.dataset and state.get("dataset") != list(content.dataset):
         sink.dataset(key, *content.dataset)

@@ -40,9 +40,15 @@ def _print_json(document: Any) -> None:
 def plan(recipe: Recipe, as_json: AsJson = False) -> None:
     """Show what a recipe file would train, what it could detect, and every error it has. Trains nothing."""
     from fp8parity import matrix
-    from fp8parity.plan import plan_document
+    from fp8parity.errors import UsageError
+    from fp8parity.plan import plan_document, plan_errors
 
-    document = plan_document(matrix.read(recipe))
+    try:
+        document = plan_document(matrix.read(recipe))
+    except UsageError as error:
+        if as_json:
+            _print_json(plan_errors(error))
+        raise
     if as_json:
         _print_json(document)
         return
@@ -194,8 +200,9 @@ def mirror_into_mlflow(
 ) -> None:
     """Copy a study into MLflow. Repeatable: only what is new is written."""
     from fp8parity_analysis.mlflow_mirror import mirror
+    from fp8parity_analysis.mlflow_workers import usable_cores
 
-    done = mirror(study, uri)
+    done = mirror(study, uri, workers=usable_cores())
     typer.echo(
         f"{done.uri}: {done.runs} runs in experiment {done.experiment_id}, {done.points_written:,} new points"
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import gc
 import json
 import math
 import os
@@ -18,7 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fp8parity_analysis import mlflow_sink, schema
+from fp8parity_analysis import mlflow_mirror, mlflow_sink, mlflow_workers, schema
 from fp8parity_analysis.errors import BadInputError
 from fp8parity_analysis.json_files import read_json, write_json
 from fp8parity_analysis.mlflow_content import MAX_POINTS, clock_of, points_of, run_name
@@ -401,3 +403,50 @@ def test_follower_ends_with_its_launcher(study: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert len(runs_of(study)) == 4
+
+
+@pytest.fixture
+def shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Share even a small study out among processes."""
+    monkeypatch.setattr(mlflow_mirror, "POINTS_PER_PROCESS", 1)
+
+
+def test_two_processes_copy_what_one_does_and_the_second_time_nothing(study: Path, shared_out: None) -> None:
+    first = mirror(study, workers=2)
+    assert (first.runs_made, first.points_written) == (4, 3 * (5 * STEPS + 6) + 6)
+    before = census(study / "mlflow.db")
+    again = mirror(study, workers=2)
+    assert (again.runs_made, again.points_written) == (0, 0)
+    assert census(study / "mlflow.db") == before
+    run = runs_of(study)["25m/s0/rowwise-n4"]
+    assert [step for step, _ in history(study, run, "train/loss")] == list(range(1, STEPS + 1))
+
+
+def test_a_copying_process_that_fails_is_one_error_in_words(study: Path, shared_out: None) -> None:
+    mirror(study)
+    write_study(study, seeds=2)
+    share = mlflow_mirror.read_contents(study, read_json(study / schema.STUDY_FILE))
+    read_only = f"sqlite:///file:{study / 'mlflow.db'}?mode=ro&uri=true"
+    store = (read_only, "s", "2026-01-01T000000+0000")
+    with pytest.raises(MirrorError, match="readonly database"):
+        mlflow_workers.in_processes(store, [share], mlflow_mirror.mirror_run)
+
+
+def test_a_copying_process_that_is_killed_is_one_error_in_words(study: Path) -> None:
+    share = mlflow_mirror.read_contents(study, read_json(study / schema.STUDY_FILE))
+
+    class Deadly(dict[str, str]):
+        """Unpickled only in the process that copies."""
+
+        def __reduce__(self) -> Any:
+            return os._exit, (9,)
+
+    deadly = dataclasses.replace(share[0], tags=Deadly())
+    with pytest.raises(MirrorError, match="ended without a word; mirror again, it continues"):
+        mlflow_workers.in_processes((default_uri(study), "s", "x"), [[deadly]], mlflow_mirror.mirror_run)
+
+
+def test_writing_leaves_the_garbage_collector_as_it_was(study: Path) -> None:
+    before = gc.get_threshold()
+    mirror(study)
+    assert (gc.get_threshold(), gc.isenabled(), gc.get_freeze_count()) == (before, True, 0)
