@@ -106,11 +106,12 @@ def _dtype(name: str) -> str:
 def _part(path: Path, columns: Sequence[str], wanted: dict[str, str | None]) -> pa.Table:
     """Return the wanted columns and rows of one part; `ValueError` says what is wrong with it."""
     with pq.ParquetFile(path) as file:
-        stated = (file.schema_arrow.metadata or {}).get(ts.METADATA_KEY)
+        stored = file.schema_arrow
+        stated = (stored.metadata or {}).get(ts.METADATA_KEY)
         if stated != str(ts.TENSOR_SCHEMA_VERSION).encode():
             seen = "no version" if stated is None else f"version {stated.decode(errors='replace')}"
             raise ValueError(f"states {seen} of the columns, this program reads {ts.TENSOR_SCHEMA_VERSION}")
-        missing = [name for name in columns if name not in file.schema_arrow.names]
+        missing = [name for name in columns if name not in stored.names]
         if missing:
             raise ValueError(f"lacks the columns {missing}")
         table = file.read(columns=list(columns))
