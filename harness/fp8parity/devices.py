@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import subprocess
+from collections.abc import Sequence
+from pathlib import Path
 
 
 def visible_gpus() -> list[str]:
@@ -20,7 +23,50 @@ def visible_gpus() -> list[str]:
     )
 
 
-def default_slots(device: str, threads: int) -> int:
-    """Return the runs that fit at a time: one per GPU, or as many as the cores hold."""
+def default_slots(device: str, threads: int, per_gpu: int = 1) -> int:
+    """Return the runs that go at a time: `per_gpu` on each GPU, or as many as the cores hold."""
     gpus = visible_gpus() if device != "cpu" else []
-    return len(gpus) or max(1, (os.cpu_count() or 1) // threads)
+    return len(gpus) * per_gpu or max(1, (os.cpu_count() or 1) // threads)
+
+
+USABLE_SHARE = 0.92
+"""Share of a device's memory that runs may be planned on: allocators keep some of it in fragments."""
+
+
+def device_memory(gpus: Sequence[str]) -> int | None:
+    """Return the bytes that runs may use on each of `gpus` (the smallest), or of the host when there is none.
+
+    None when the machine does not say.
+    """
+    total = _smallest_gpu(gpus) if gpus else _host_memory()
+    return None if total is None else int(USABLE_SHARE * total)
+
+
+def _smallest_gpu(gpus: Sequence[str]) -> int | None:
+    command = [
+        "nvidia-smi",
+        "--query-gpu=memory.total",
+        "--format=csv,noheader,nounits",
+        "-i",
+        ",".join(gpus),
+    ]
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, check=True)
+        return min(int(line) for line in found.stdout.split()) * 2**20
+    except (OSError, subprocess.CalledProcessError, ValueError):
+        return None
+
+
+def _host_memory() -> int | None:
+    """Return what the host has free now, or what the container may still take where that is less."""
+    free = []
+    with contextlib.suppress(OSError, ValueError, StopIteration):
+        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
+        free.append(1024 * int(next(line for line in lines if line.startswith("MemAvailable")).split()[1]))
+    with contextlib.suppress(OSError, ValueError, StopIteration):  # the limit reads "max" where there is none
+        cgroup = Path("/sys/fs/cgroup")
+        limit, used = (int((cgroup / f"memory.{name}").read_text()) for name in ("max", "current"))
+        stat = (cgroup / "memory.stat").read_text(encoding="utf-8").splitlines()
+        cached = int(next(line for line in stat if line.startswith("file ")).split()[1])
+        free.append(limit - (used - cached))
+    return min(free, default=None)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from fp8parity.ledger import why_unfinished
 from fp8parity.recipe_file import parse_fraction
 from fp8parity.study import criteria_from_json, is_post_hoc
 from fp8parity_analysis import schema
@@ -54,8 +55,20 @@ def judge_study(study_dir: Path, options: Mapping[str, Any]) -> Judgement:
             f"{study_dir}: {len(gone)} runs of the study are not on the disk ({', '.join(gone[:3])}); a verdict "
             "without them would be about the survivors. Run the study again, or take them out of the recipe file"
         )
-    curves = CurveSet.from_runs(records)
+    curves = _with_reasons(CurveSet.from_runs(records), study_dir)
     return judge_curves(curves, criteria, post_hoc=is_post_hoc(criteria, study["criteria_at_launch"]))
+
+
+def _with_reasons(curves: CurveSet, study_dir: Path) -> CurveSet:
+    """Let the runs that left no result say why, as the ledger has it: a verdict that lacks them repeats it."""
+    why = why_unfinished(study_dir)
+    runs = tuple(
+        replace(run, problems=(*run.problems, f"{run.label}: {why[run.label]}"))
+        if run.status is None and run.label in why
+        else run
+        for run in curves.runs
+    )
+    return replace(curves, runs=runs)
 
 
 def judge_paths(sources: Sequence[str], options: Mapping[str, Any], settings: ImportSettings) -> Judgement:

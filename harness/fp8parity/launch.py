@@ -7,31 +7,31 @@ process, so a control trained after it in the same process would not be the same
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
-import subprocess
-import sys
+import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from pathlib import Path
 from types import FrameType
-from typing import IO, Any
 
-from fp8parity.devices import visible_gpus
-from fp8parity.errors import EXIT_DIVERGED, EXIT_INTERRUPTED, EXIT_INVALID, EXIT_USAGE, InterruptedRunError
-from fp8parity.process import PARENT_PID
-from fp8parity.progress import last_row
+from fp8parity.devices import device_memory, visible_gpus
+from fp8parity.errors import EXIT_INTERRUPTED, InterruptedRunError
+from fp8parity.faults import Fault
+from fp8parity.jobs import Job, RunState, job_of
+from fp8parity.ledger import LAUNCHED, ledger_line
+from fp8parity.process import PARENT_PID, start_ticks
+from fp8parity.progress import stage_of
 from fp8parity_analysis import schema
+from fp8parity_analysis.errors import BadInputError
 from fp8parity_analysis.json_files import read_json
 
 MAX_RETRIES = 2
-"""How often an infrastructure fault (a crash, a killed worker) is tried again; a diverged run never is."""
+"""How often an infrastructure fault (a crash, a killed or hung worker) is tried again; a diverged run never is."""
 
-FULL_DISK = "no space left on the device"
-"""What a worker says of a full disk; trying again at once would only fail again."""
+HANG_AFTER_S = 900.0
+"""Seconds without a sign of life after which a worker counts as hung: longer than compiling or one evaluation takes."""
 
 COMPILE_CACHE_DIR = "compile_cache"
 COMPILE_CACHES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
@@ -44,87 +44,39 @@ common folder a worker would find code that an unpatched process compiled from t
 POLL_SECONDS = 0.2
 GRACE_SECONDS = 60.0
 
-
-@dataclass(frozen=True)
-class RunState:
-    """What the disk and the launcher know about one run."""
-
-    run_id: str
-    state: str
-    step: int
-    steps: int
-    loss: float | None
-    seconds_left: float | None
-    reason: str = ""
-
-
-@dataclass
-class _Job:
-    """One run on its way: queued, then a process in a slot."""
-
-    run_dir: Path
-    steps: int
-    threads: int
-    attempts: int = 0
-    process: subprocess.Popen[bytes] | None = None
-    slot: int = -1
-    started: float = 0.0
-    first_step: int = 0
-    log: IO[bytes] | None = None
-    outcome: str = ""
-    reason: str = ""
-
-    @property
-    def run_id(self) -> str:
-        return self.run_dir.name
-
-
-def ledger_line(out: Path, run_id: str, event: str, **facts: Any) -> None:
-    """Append one line to the study's ledger."""
-    line = {
-        "time": datetime.now(UTC).isoformat(timespec="seconds"),
-        "run_id": run_id,
-        "event": event,
-        **facts,
-    }
-    with (out / schema.LEDGER_FILE).open("a", encoding="utf-8") as handle:
-        handle.write(json.dumps(line) + "\n")
-
-
-def _last_words(run_dir: Path) -> str:
-    """Return the last line of a run's log: the reason, if the process could still say one."""
-    with contextlib.suppress(OSError):
-        lines = (run_dir / schema.LOG_FILE).read_text(encoding="utf-8", errors="replace").strip().splitlines()
-        if lines:
-            return lines[-1].strip()[:500]
-    return "no output"
+_OUTCOME_OF_CAUSE = {
+    "usage": "refused",
+    "not_as_declared": "invalid",
+    "hung": "hung",
+    "full_disk": "interrupted",
+    "terminated": "interrupted",
+}
 
 
 @dataclass
 class Launcher:
-    """Runs jobs in slots until none is left; `launch` is the entry point."""
+    """Runs jobs in slots until none is left; `launch` is the entry point.
+
+    Jobs start in the order of the queue. One waits while its device has no slot, or too little memory for its
+    estimate beside those that run there; alone on a device it always starts.
+    """
 
     out: Path
     slots: int
     gpus: Sequence[str]
     on_change: Callable[[list[RunState]], None]
-    queue: list[_Job] = field(default_factory=list)
-    running: list[_Job] = field(default_factory=list)
-    ended: list[_Job] = field(default_factory=list)
+    queue: list[Job] = field(default_factory=list)
+    hang_after_s: float = HANG_AFTER_S
+    device_bytes: int | None = None
+    running: list[Job] = field(default_factory=list)
+    ended: list[Job] = field(default_factory=list)
     stopping: bool = False
 
     def states(self) -> list[RunState]:
         """Return the state of every run, running ones first."""
-        return [
-            *(_running_state(job) for job in self.running),
-            *(RunState(job.run_id, "waiting", 0, job.steps, None, None) for job in self.queue),
-            *(
-                RunState(job.run_id, job.outcome, job.steps, job.steps, None, None, job.reason)
-                for job in self.ended
-            ),
-        ]
+        return [job.state() for job in (*self.running, *self.queue, *self.ended)]
 
-    def _environment(self, job: _Job) -> dict[str, str]:
+    def _environment(self, job: Job, slot: int) -> dict[str, str]:
         threads = str(job.threads)
         extra = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), threads)
         sharing = -(-self.slots // max(1, len(self.gpus) or self.slots))
@@ -135,58 +87,75 @@ class Launcher:
             name: os.environ.get(name) or str(caches / folder) for name, folder in COMPILE_CACHES.items()
         }
         if self.gpus:
-            extra["CUDA_VISIBLE_DEVICES"] = self.gpus[job.slot % len(self.gpus)]
+            extra["CUDA_VISIBLE_DEVICES"] = self.gpus[self._device(slot)]
         return {**os.environ, **extra, "TORCHAO_FORCE_SKIP_LOADING_SO_FILES": "1"}
 
-    def _start(self, job: _Job) -> None:
+    def _device(self, slot: int) -> int:
+        return slot % max(1, len(self.gpus))
+
+    def _slot_for(self, job: Job) -> int | None:
+        """Return a free slot whose device has memory for the job, or None."""
         taken = {other.slot for other in self.running}
-        job.slot = next(i for i in range(self.slots) if i not in taken)
-        job.attempts += 1
-        job.log = (job.run_dir / schema.LOG_FILE).open("ab")
-        row = last_row(job.run_dir / schema.CURVE_STREAM)
-        job.first_step = int(row["step"]) if row else 0
-        # Its own session, so that Ctrl-C in the terminal reaches the launcher only, which then stops it cleanly.
-        job.process = subprocess.Popen(
-            [sys.executable, "-m", "fp8parity", "train", str(job.run_dir)],
-            stdout=job.log,
-            stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL,
-            env=self._environment(job),
-            start_new_session=True,
-        )
-        job.started = time.monotonic()
-        self.running.append(job)
-        ledger_line(self.out, job.run_id, "started", attempt=job.attempts, slot=job.slot, pid=job.process.pid)
+        for slot in (i for i in range(self.slots) if i not in taken):
+            beside = [o.memory for o in self.running if self._device(o.slot) == self._device(slot)]
+            if not beside or self.device_bytes is None or sum(beside) + job.memory <= self.device_bytes:
+                return slot
+        return None
+
+    def _start_what_fits(self) -> None:
+        while self.queue and not self.stopping:
+            job = self.queue[0]
+            slot = self._slot_for(job)
+            if slot is None:
+                return
+            self.queue.pop(0)
+            job.start(slot, self._environment(job, slot))
+            self.running.append(job)
+            facts = {"attempt": job.attempts, "slot": slot, "pid": job.pid, "born": start_ticks(job.pid)}
+            ledger_line(self.out, job.run_id, "started", **facts)
 
     def _reap(self) -> None:
         for job in list(self.running):
-            assert job.process is not None
-            code = job.process.poll()
-            if code is None:
-                continue
-            self.running.remove(job)
-            if job.log:
-                job.log.close()
-            self._settle(job, code)
+            if job.poll() is None and not self.stopping and job.silent_seconds() > self.hang_after_s:
+                ledger_line(
+                    self.out,
+                    job.run_id,
+                    "hung",
+                    attempt=job.attempts,
+                    stage=stage_of(job.run_dir),
+                    silent_s=round(job.silent_seconds(), 1),
+                )
+                job.kill_hung()
+            code = job.poll()
+            if code is not None:
+                self.running.remove(job)
+                self._settle(job, code)
 
-    def _settle(self, job: _Job, code: int) -> None:
+    def _settle(self, job: Job, code: int) -> None:
         """Decide what an exit code means: a result, an interruption, a mistake of the user's, or a fault."""
-        finished = (job.run_dir / schema.MANIFEST_FILE).exists()
-        job.reason = "" if finished else _last_words(job.run_dir)
-        if finished and code in (0, EXIT_DIVERGED):
-            job.outcome = "finished" if code == 0 else "diverged"
-        elif code in (EXIT_INTERRUPTED, -signal.SIGTERM) and self.stopping:
-            job.outcome = "interrupted"
-        elif code in (EXIT_USAGE, EXIT_INVALID):
-            job.outcome = "refused" if code == EXIT_USAGE else "invalid"
-        elif job.attempts <= MAX_RETRIES and not self.stopping and FULL_DISK not in job.reason:
-            ledger_line(self.out, job.run_id, "retry", exit_code=code, reason=job.reason)
+        result = _result_of(job.run_dir)
+        if result is not None:  # also of a worker that was killed after it had written its manifest
+            job.outcome = result
+            ledger_line(self.out, job.run_id, result, exit_code=code)
+            self.ended.append(job)
+            return
+        fault = job.fault(code, self.hang_after_s)
+        job.reason = fault.reason
+        if self._is_retried(job, fault):
+            self._record(job, "retry", code, fault)
             self.queue.insert(0, job)
             return
-        else:
-            job.outcome = "interrupted" if code == EXIT_INTERRUPTED else "failed"
-        ledger_line(self.out, job.run_id, job.outcome, exit_code=code, reason=job.reason)
+        stopped = self.stopping and code in (EXIT_INTERRUPTED, -signal.SIGTERM)
+        job.outcome = "interrupted" if stopped else _OUTCOME_OF_CAUSE.get(fault.cause, "failed")
+        self._record(job, job.outcome, code, fault)
         self.ended.append(job)
+
+    def _is_retried(self, job: Job, fault: Fault) -> bool:
+        return fault.is_retried and job.attempts <= MAX_RETRIES and not self.stopping
+
+    def _record(self, job: Job, event: str, code: int, fault: Fault) -> None:
+        facts = {"cause": fault.cause, "stage": fault.stage, "attempt": job.attempts}
+        ledger_line(self.out, job.run_id, event, exit_code=code, **facts, reason=fault.reason)
 
     def run(self) -> None:
         """Run everything; on SIGINT or SIGTERM stop the workers cleanly and raise `InterruptedRunError`."""
@@ -199,8 +168,7 @@ class Launcher:
     def _run(self) -> None:
         with self._signals():
             while self.queue or self.running:
-                while self.queue and len(self.running) < self.slots and not self.stopping:
-                    self._start(self.queue.pop(0))
+                self._start_what_fits()
                 self._reap()
                 self.on_change(self.states())
                 if self.stopping:
@@ -220,39 +188,27 @@ class Launcher:
                 signal.signal(number, handler)
 
     def _stop(self) -> None:
+        self.stopping = True
         for job in self.running:
-            assert job.process is not None
-            job.process.terminate()
+            job.terminate()
         deadline = time.monotonic() + GRACE_SECONDS
         while self.running and time.monotonic() < deadline:
             self._reap()
             time.sleep(POLL_SECONDS)
         for job in self.running:
-            assert job.process is not None
-            job.process.kill()
-            job.process.wait()
+            job.kill()
             ledger_line(self.out, job.run_id, "killed", reason=f"did not stop within {GRACE_SECONDS:.0f} s")
 
 
-def _running_state(job: _Job) -> RunState:
-    row = last_row(job.run_dir / schema.CURVE_STREAM)
-    step = int(row["step"]) if row else 0
-    done = step - job.first_step
-    elapsed = time.monotonic() - job.started
-    left = elapsed / done * (job.steps - step) if done > 0 else None
-    return RunState(
-        job.run_id,
-        "running" if row else "starting",
-        step,
-        job.steps,
-        row["train_loss"] if row else None,
-        left,
-    )
-
-
-def _job(run_dir: Path) -> _Job:
-    train: Mapping[str, Any] = read_json(run_dir / schema.SPEC_FILE)["spec"]["train"]
-    return _Job(run_dir, int(train["steps"]), int(train["threads"]))
+def _result_of(run_dir: Path) -> str | None:
+    """Return finished or diverged when the run has its manifest."""
+    path = run_dir / schema.MANIFEST_FILE
+    if not path.exists():
+        return None
+    with contextlib.suppress(BadInputError):
+        if read_json(path).get("status") == schema.Status.DIVERGED.value:
+            return schema.Status.DIVERGED.value
+    return schema.Status.FINISHED.value
 
 
 def launch(
@@ -262,14 +218,21 @@ def launch(
     slots: int,
     use_gpus: bool,
     on_change: Callable[[list[RunState]], None],
+    hang_after_s: float = HANG_AFTER_S,
+    memory: Mapping[str, int] | None = None,
 ) -> list[RunState]:
     """Train the runs that are not finished, `slots` at a time, and return how each of them ended.
 
-    Raises `InterruptedRunError` after a signal or when a run was interrupted from outside.
+    `memory` gives the estimated bytes of runs by id; with it no more runs share a device than its memory holds.
+    Raises `InterruptedRunError` after a signal.
     """
     pending = [path for path in run_dirs if not (path / schema.MANIFEST_FILE).exists()]
-    launcher = Launcher(
-        out, slots, visible_gpus() if use_gpus else [], on_change, [_job(path) for path in pending]
-    )
+    gpus = visible_gpus() if use_gpus else []
+    jobs = [job_of(path, (memory or {}).get(path.name, 0)) for path in pending]
+    total = device_memory(gpus) if memory else None
+    launcher = Launcher(out, slots, gpus, on_change, jobs, hang_after_s, total)
+    pid = os.getpid()
+    facts = {"pid": pid, "born": start_ticks(pid), "host": socket.gethostname()}
+    ledger_line(out, "", LAUNCHED, **facts, slots=slots, hang_after_s=hang_after_s, runs=len(pending))
     launcher.run()
     return launcher.states()

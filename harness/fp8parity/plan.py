@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import math
 from typing import Any
 
 from fp8parity import layer_policy
 from fp8parity.devices import default_slots
 from fp8parity.matrix import Matrix, PlannedRun, vocab_rows
+from fp8parity.memory import FORMULA, estimate
 from fp8parity.shapes import linear_shapes, parameter_count
 from fp8parity.study import criteria_of
 from fp8parity_analysis.power_table import power_table
@@ -16,6 +18,19 @@ from fp8parity_analysis.schema import SCHEMA_VERSION
 REFERENCE_RUN_SD = 0.00145
 """Sd of a BF16 run around its own seed's mean, as a fraction of the loss: a 25 M-parameter byte-level decoder after
 65 M tokens on one H200 (docs/statistics.md). A guess for other studies, used only until they measure their own."""
+
+
+def slots_of(matrix: Matrix, asked: int | None = None) -> int:
+    """Return the runs at a time: asked for on the command line, else in the file, else what the devices offer."""
+    train = matrix.runs[0].spec.train
+    runtime = matrix.runtime
+    return asked or runtime.slots or default_slots(train.device, train.threads, runtime.slots_per_gpu)
+
+
+def memory_of(matrix: Matrix) -> dict[str, int]:
+    """Return the estimated bytes of each run, by id."""
+    folder = matrix.recipe_path.parent
+    return {run.run_id: estimate(run.spec, vocab_rows(run.spec, folder)).total for run in matrix.runs}
 
 
 def _arm(matrix: Matrix, runs: list[PlannedRun]) -> dict[str, Any]:
@@ -30,6 +45,7 @@ def _arm(matrix: Matrix, runs: list[PlannedRun]) -> dict[str, Any]:
         "steps": spec.train.steps,
         "tokens_per_run": spec.train.steps * spec.train.tokens_per_step,
         "parameters": parameter_count(spec.model, rows),
+        "memory": estimate(spec, rows).to_json(),
         "fp8_flop_share": plan.fp8_flop_share,
         "fp8_linears": list(plan.fp8_fqns),
     }
@@ -80,32 +96,77 @@ def _detection_words(found: dict[str, Any]) -> list[str]:
     return lines
 
 
+def _pair_key(run: PlannedRun) -> str:
+    """Return what a test run shares with its control: everything but precision and replica."""
+    same = {**run.spec.canonical(), "precision": None, "replica": 0, "replica_kind": "none"}
+    return json.dumps(same, sort_keys=True)
+
+
+def _shared_controls(matrix: Matrix) -> int:
+    """Return how many control runs serve more than one arm, and so train once instead of once per arm."""
+    arms: dict[str, set[str]] = {}
+    for run in matrix.runs:
+        if run.role == "test":
+            arms.setdefault(_pair_key(run), set()).add(run.arm)
+    return sum(run.role == "control" and len(arms.get(_pair_key(run), ())) > 1 for run in matrix.runs)
+
+
+def _cost_words(document: dict[str, Any], rate: float | None) -> list[str]:
+    runs, slots = document["runs"], document["slots"]
+    cost = f"{document['total_tokens']:,} tokens in {runs} runs, {slots} at a time"
+    if rate:
+        cost += (
+            f"; {document['hours']:.2f} device-hours at {rate:,.0f} tokens/s, about {document['wall_hours']:.2f} h "
+            "from start to end"
+        )
+    shared = document["shared_controls"]
+    controls = f"{document['controls']} BF16 controls" + (
+        f", {shared} of them shared by several arms" if shared else ""
+    )
+    memory = document["memory_bytes"]
+    return [
+        f"{cost}.",
+        f"{document['pairs']} pairs, {controls}; baselines first, then seed by seed.",
+        f"Memory of the largest run: about {memory / 2**30:.1f} GiB (an estimate: {FORMULA}).",
+    ]
+
+
 def plan_document(matrix: Matrix) -> dict[str, Any]:
     """Return the plan as JSON values; `words` says the same in sentences.
 
-    Keys: study, runs, pairs, slots, total_tokens, hours (None without runtime.tokens_per_s), arms, detection, words.
+    Keys: study, runs, pairs, controls, shared_controls, slots, total_tokens, hours and wall_hours (None without
+    runtime.tokens_per_s), memory_bytes (of the largest run), arms, order (run ids as they start), detection, errors
+    (none, or `plan_errors` says them), words.
     """
     grouped: dict[tuple[str, str], list[PlannedRun]] = {}
     for run in matrix.runs:
         grouped.setdefault((run.group, run.arm), []).append(run)
-    train = matrix.runs[0].spec.train
-    slots = matrix.runtime.slots or default_slots(train.device, train.threads)
+    slots = slots_of(matrix)
     tokens = sum(r.spec.train.steps * r.spec.train.tokens_per_step for r in matrix.runs)
     rate = matrix.runtime.tokens_per_s
     hours = tokens / rate / 3600 if rate else None
     detection = _detection(matrix)
-    cost = f"{tokens:,} tokens in {len(matrix.runs)} runs, {slots} at a time"
-    if hours is not None:
-        cost += f"; {hours:.2f} device-hours at {rate:,.0f} tokens/s"
-    return {
+    arms = [_arm(matrix, runs) for runs in grouped.values()]
+    document: dict[str, Any] = {
         "schema_version": SCHEMA_VERSION,
         "study": matrix.name,
         "runs": len(matrix.runs),
         "pairs": matrix.pairs,
+        "controls": sum(run.role == "control" for run in matrix.runs),
+        "shared_controls": _shared_controls(matrix),
         "slots": slots,
         "total_tokens": tokens,
         "hours": hours,
-        "arms": [_arm(matrix, runs) for runs in grouped.values()],
+        "wall_hours": None if hours is None else hours / min(slots, len(matrix.runs)),
+        "memory_bytes": max(arm["memory"]["total"] for arm in arms),
+        "arms": arms,
+        "order": [run.run_id for run in matrix.runs],
         "detection": detection,
-        "words": [cost + ".", *_detection_words(detection)],
+        "errors": [],
     }
+    return {**document, "words": [*_cost_words(document, rate), *_detection_words(detection)]}
+
+
+def plan_errors(error: Exception) -> dict[str, Any]:
+    """Return the document of a recipe file that cannot run: every error of every cell, one per entry."""
+    return {"schema_version": SCHEMA_VERSION, "errors": str(error).splitlines()}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import faulthandler
 import fcntl
 import os
 import signal
@@ -18,17 +20,23 @@ LOCK_FILE = ".lock"
 PARENT_PID = "FP8PARITY_PARENT_PID"
 """Set by the launcher to its own process id."""
 
+STACKS_SIGNAL = signal.SIGUSR1
+"""Makes a worker write the stacks of its threads to its log: the launcher sends it before it kills a hung one."""
+
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def end_with_parent() -> None:
     """Ask the kernel for a SIGTERM when the launcher dies, so that a worker saves and stops instead of going on alone.
 
+    The launcher may ask for stacks from then on (`STACKS_SIGNAL`).
+
     Does nothing without a launcher, or where the kernel is not Linux.
     """
     parent = os.environ.get(PARENT_PID)
     if parent is None or not hasattr(os, "sched_getaffinity"):
         return
+    faulthandler.register(STACKS_SIGNAL, file=2, all_threads=True)
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != int(parent):  # it died before we could ask
         raise InterruptedRunError("the launcher is gone; run the same command again to resume")
@@ -53,3 +61,27 @@ def sole_trainer(run_dir: Path, *, patience_seconds: float = 60.0) -> Iterator[N
                     ) from error
                 time.sleep(0.2)
         yield
+
+
+def start_ticks(pid: int) -> int | None:
+    """Return when a living process started, in the kernel's ticks since boot; None when it is gone or unknown.
+
+    Together with the id it names a process for good: ids are used again.
+    """
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+        return None if fields[0] in ("Z", "X") else int(fields[19])
+    return None
+
+
+def is_alive(pid: int, started: int | None) -> bool:
+    """Whether the process that `start_ticks` described still runs on this machine."""
+    if started is not None:
+        return start_ticks(pid) == started
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

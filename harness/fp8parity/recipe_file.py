@@ -113,7 +113,16 @@ class RuntimeSpec(Frozen):
         None, description="Optimizer steps; default: a tenth of the steps."
     )
     slots: PositiveInt | None = Field(
-        None, description="Runs at a time; default: cores / train.threads, or GPUs."
+        None,
+        description="Runs at a time; default: cores / train.threads, or GPUs x slots_per_gpu, within memory.",
+    )
+    slots_per_gpu: PositiveInt = Field(
+        1, description="Runs at a time on each GPU, as far as its memory holds their estimates."
+    )
+    hang_after_s: Annotated[float, Field(gt=0)] = Field(
+        900.0,
+        description="Seconds without a sign of life after which a worker is killed and tried again; more than "
+        "compiling, or one evaluation, takes.",
     )
     tokens_per_s: Annotated[float, Field(gt=0)] | None = Field(
         None, description="Throughput of one run, for the hours that `plan` states."

@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from fp8parity.launch import RunState
+from fp8parity.jobs import RunState
 
 if TYPE_CHECKING:
     from fp8parity_analysis.verdict import Judgement, Verdict
@@ -35,11 +35,7 @@ def seconds_text(seconds: float | None) -> str:
 def runs_table(states: Sequence[RunState], finished_before: int) -> Table:
     """Return the live table: the running runs, and how many wait and are done."""
     waiting = sum(s.state == "waiting" for s in states)
-    ended = [
-        s
-        for s in states
-        if s.state in ("finished", "diverged", "failed", "refused", "invalid", "interrupted")
-    ]
+    ended = [s for s in states if s.state not in ("running", "starting", "waiting")]
     table = Table(title=f"{finished_before + len(ended)} done, {waiting} waiting", title_justify="left")
     for heading in ("run", "state", "step", "loss", "ETA"):
         table.add_column(heading, justify="left" if heading in ("run", "state") else "right")
@@ -72,6 +68,20 @@ def live_runs(console: Console, finished_before: int) -> Iterator[Callable[[list
                 )
 
     yield lines
+
+
+def show_unfinished(console: Console, states: Sequence[RunState]) -> None:
+    """Say which runs left no result and why, runs with the same reason together."""
+    reasons: dict[tuple[str, str], list[str]] = {}
+    for state in states:
+        if state.state not in ("finished", "diverged"):
+            why = state.reason.removeprefix("fp8parity: ") or "no reason was given"
+            reasons.setdefault((state.state, why), []).append(state.run_id)
+    for (ended, why), runs in reasons.items():
+        more = f" and {len(runs) - 3} more" if len(runs) > 3 else ""
+        console.print(
+            f"{ended}: {', '.join(runs[:3])}{more}: {why}", style="yellow", markup=False, highlight=False
+        )
 
 
 def percent(value: float | None) -> str:

@@ -120,9 +120,35 @@ def _check_same_study(matrix: Matrix, out: Path) -> dict[str, Any] | None:
     if study.get("name") != matrix.name or unknown:
         raise UsageError(
             f"{out}: holds study {study.get('name')!r} with {len(unknown)} runs that {matrix.recipe_path} does not "
-            f"describe ({', '.join(unknown[:2])}{', ...' if len(unknown) > 2 else ''}); use another --out directory"
+            f"describe ({', '.join(unknown[:2])}{', ...' if len(unknown) > 2 else ''})"
+            f"{_what_changed(matrix, out, unknown)}; use another --out directory"
         )
     return study
+
+
+def _what_changed(matrix: Matrix, out: Path, unknown: list[str]) -> str:
+    """Say in which settings a stored run differs from its successor in the recipe file: the same arm and seed."""
+    for run_id in unknown:
+        path = out / schema.RUNS_DIR / run_id / schema.SPEC_FILE
+        stored = read_json(path) if path.exists() else {}
+        wanted = [stored.get(key) for key in ("arm", "seed", "replica")]
+        for run in matrix.runs:
+            if [run.arm, run.spec.seed, run.spec.replica] == wanted:
+                changed = _differing(stored.get("spec", {}), run.spec.canonical())
+                more = "; a longer run has another schedule from its first step on, so it is another run"
+                return f": {', '.join(changed)}" + (more if "train.steps" in " ".join(changed) else "")
+    return ""
+
+
+def _differing(stored: Mapping[str, Any], planned: Mapping[str, Any]) -> list[str]:
+    """Return `section.key: stored, now planned` for every setting of a run that differs."""
+    return [
+        f"{section}.{key} is {values.get(key)} there and {value} in the file"
+        for section, settings in planned.items()
+        if isinstance(settings, dict) and isinstance(values := stored.get(section, {}), dict)
+        for key, value in settings.items()
+        if values.get(key) != value
+    ]
 
 
 def _check_versions(matrix: Matrix) -> None:

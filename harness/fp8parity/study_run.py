@@ -9,10 +9,12 @@ from pathlib import Path
 from rich.console import Console
 
 from fp8parity import matrix, study
-from fp8parity.devices import default_slots
 from fp8parity.errors import Fp8ParityError, InterruptedRunError, UsageError
-from fp8parity.launch import RunState, launch
-from fp8parity.screen import live_runs, show_judgement
+from fp8parity.jobs import RunState
+from fp8parity.launch import launch
+from fp8parity.matrix import Matrix
+from fp8parity.plan import memory_of, slots_of
+from fp8parity.screen import live_runs, show_judgement, show_unfinished
 from fp8parity.selftest_gate import require_sound_arithmetic
 from fp8parity_analysis import schema
 
@@ -28,7 +30,7 @@ def _raise_on_refusal(states: list[RunState]) -> None:
     interrupted = [s for s in states if s.state == "interrupted"]
     if interrupted:
         raise InterruptedRunError("\n".join(_words(s) for s in interrupted))
-    failed = [s for s in states if s.state == "failed"]
+    failed = [s for s in states if s.state in ("failed", "hung")]
     if failed and len(failed) == len(states):
         reasons = "\n".join(f"{s.run_id}: {s.reason}" for s in failed[:5])
         raise Fp8ParityError(
@@ -68,24 +70,44 @@ def run_study(
     with study.lock(out):
         run_dirs = study.lay_out(plan, out)
         with _mirrored(out, mlflow_uri):
-            done = sum((path / schema.MANIFEST_FILE).exists() for path in run_dirs)
-            train = plan.runs[0].spec.train
-            n_slots = slots or plan.runtime.slots or default_slots(train.device, train.threads)
-            words = f"{len(run_dirs)} runs, {done} already finished"
-            console.print(
-                f"{plan.name}: {words}" + (f", {n_slots} at a time" if done < len(run_dirs) else ""),
-                markup=False,
-            )
-            if done < len(run_dirs):
-                specs = [run.spec for run in plan.runs]
-                require_sound_arithmetic(out, specs, lambda words: console.print(words, markup=False))
-                with live_runs(console, done) as on_change:
-                    _raise_on_refusal(
-                        launch(
-                            out, run_dirs, slots=n_slots, use_gpus=train.device != "cpu", on_change=on_change
-                        )
-                    )
-            return _judge_and_report(out, console, any_verdict=any_verdict)
+            states = _train_missing(plan, out, run_dirs, console, slots)
+            code = _judge_and_report(out, console, any_verdict=any_verdict)
+            show_unfinished(console, states)
+            return code
+
+
+def _train_missing(
+    plan: Matrix, out: Path, run_dirs: list[Path], console: Console, asked: int | None
+) -> list[RunState]:
+    """Train the runs without a manifest and return how each of them ended; raises when there is nothing to judge."""
+    done = sum((path / schema.MANIFEST_FILE).exists() for path in run_dirs)
+    slots = slots_of(plan, asked)
+    words = f"{len(run_dirs)} runs, {done} already finished"
+    console.print(
+        f"{plan.name}: {words}" + (f", {slots} at a time" if done < len(run_dirs) else ""), markup=False
+    )
+    if done == len(run_dirs):
+        return []
+    specs = [run.spec for run in plan.runs]
+    require_sound_arithmetic(out, specs, lambda words: console.print(words, markup=False))
+    # who asks for a number of slots gets it; else no more runs go together than memory is estimated to hold
+    memory = None if asked or plan.runtime.slots else memory_of(plan)
+    with live_runs(console, done) as on_change:
+        states = launch(
+            out,
+            run_dirs,
+            slots=slots,
+            use_gpus=plan.runs[0].spec.train.device != "cpu",
+            on_change=on_change,
+            hang_after_s=plan.runtime.hang_after_s,
+            memory=memory,
+        )
+    try:
+        _raise_on_refusal(states)
+    except Fp8ParityError:
+        show_unfinished(console, states)
+        raise
+    return states
 
 
 def _judge_and_report(out: Path, console: Console, *, any_verdict: bool) -> int:

@@ -275,6 +275,15 @@ def test_recipe_errors_are_64_with_lines(
     assert re.search(r"recipe.yaml:\d+: base.optim.lrr: unknown key; did you mean 'lr'\?", err)
 
 
+def test_plan_json_lists_every_error(write_recipe: WriteRecipe, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write_recipe({"base": {"optim": {"lrr": 1}, "model": {"dim": 33}}})
+    code, out, err = call(capsys, "plan", str(path), "--json")
+    errors = json.loads(out)["errors"]
+    assert (code, len(errors)) == (64, len(err.splitlines()))
+    assert len(errors) > 1
+    assert any("base.optim.lrr: unknown key" in line for line in errors)
+
+
 def test_unreadable_run_directory(lay_out: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     lay_out()
     broken = next((tmp_path / "study" / "runs").iterdir()) / schema.SPEC_FILE

@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from fp8parity import launch
+from fp8parity import faults, jobs, launch
 from fp8parity.devices import default_slots
 from fp8parity.errors import InterruptedRunError
-from fp8parity.launch import RunState
+from fp8parity.jobs import Job, RunState
 from fp8parity_analysis import schema
 
 WORKER = """\
@@ -34,6 +34,12 @@ if action.get("wait_for_term"):
     (run_dir / "ready").touch()
     while True:
         signal.pause()
+if action.get("hang"):
+    (run_dir / "heartbeat.json").write_text(json.dumps({"stage": "train"}))
+    while True:
+        signal.pause()
+if action.get("status") and action.get("kill"):
+    (run_dir / "manifest.json").write_text(json.dumps({"status": action["status"]}))
 if action.get("kill"):
     os.kill(os.getpid(), signal.SIGKILL)
 if action.get("status"):
@@ -49,12 +55,12 @@ def study_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[...,
     """Return a function that makes run directories whose worker follows a script, one action per attempt."""
     worker = tmp_path / "worker.py"
     worker.write_text(WORKER)
-    real = launch.subprocess.Popen
+    real = jobs.subprocess.Popen
 
     def popen(command: list[str], **options: Any) -> Any:
         return real([command[0], str(worker), *command[3:]], **options)
 
-    monkeypatch.setattr(launch.subprocess, "Popen", popen)
+    monkeypatch.setattr(jobs.subprocess, "Popen", popen)
 
     def make(*scripts: list[dict[str, Any]]) -> list[Path]:
         dirs = []
@@ -71,8 +77,8 @@ def study_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[...,
     return make
 
 
-def go(out: Path, dirs: list[Path], slots: int = 2) -> dict[str, RunState]:
-    states = launch.launch(out, dirs, slots=slots, use_gpus=False, on_change=lambda _: None)
+def go(out: Path, dirs: list[Path], slots: int = 2, **options: Any) -> dict[str, RunState]:
+    states = launch.launch(out, dirs, slots=slots, use_gpus=False, on_change=lambda _: None, **options)
     return {state.run_id: state for state in states}
 
 
@@ -109,6 +115,114 @@ def test_results_faults_and_mistakes(tmp_path: Path, study_with: Callable[..., l
     assert events["run1", "diverged"] == 1
 
 
+def faults_of(out: Path, run_id: str) -> list[tuple[str, str, str]]:
+    lines = [line for line in ledger(out) if line["run_id"] == run_id and "cause" in line]
+    return [(line["event"], line["cause"], line["stage"]) for line in lines]
+
+
+def test_each_fault_is_a_ledger_entry_with_cause_and_stage(
+    tmp_path: Path, study_with: Callable[..., list[Path]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    traceback = (
+        "Traceback\ntorch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB\n[W] cleaning up"
+    )
+    dirs = study_with(
+        [{"kill": True, "code": 0}, DONE],
+        [{"code": 1, "say": traceback}, {"code": 1, "say": "RuntimeError: boom"}, DONE],
+        [{"code": 75, "say": "fp8parity: SIGTERM received: saved at step 4"}, DONE],
+        [{"code": 12, "say": "fp8parity: the run would not execute what it declares: x"}],
+        [{"code": 64, "say": "fp8parity: bad key"}],
+        [{"code": 75, "say": "fp8parity: x: no space left on the device; what was written is kept"}],
+    )
+    go(tmp_path, dirs)
+    assert faults_of(tmp_path, "run0") == [("retry", "killed", "import")]
+    assert faults_of(tmp_path, "run1") == [("retry", "out_of_memory", "import"), ("retry", "error", "import")]
+    assert faults_of(tmp_path, "run2") == [("retry", "terminated", "import")]
+    assert faults_of(tmp_path, "run3") == [("invalid", "not_as_declared", "import")]
+    assert faults_of(tmp_path, "run4") == [("refused", "usage", "import")]
+    assert faults_of(tmp_path, "run5") == [("interrupted", "full_disk", "import")]
+    reasons = [line["reason"] for line in ledger(tmp_path) if line["run_id"] == "run1" and "cause" in line]
+    assert reasons[0].startswith("torch.OutOfMemoryError: CUDA out of memory. Tried")
+    assert reasons[1] == "RuntimeError: boom"  # the words of its own attempt, not of the one before
+
+
+def test_a_hung_worker_is_killed_and_tried_again(
+    tmp_path: Path, study_with: Callable[..., list[Path]]
+) -> None:
+    dirs = study_with([{"hang": True}, DONE], [{"hang": True}], [DONE])
+    states = go(tmp_path, dirs, slots=3, hang_after_s=5.0)
+    assert [states[f"run{i}"].state for i in range(3)] == ["finished", "hung", "finished"]
+    assert [attempts(d) for d in dirs] == [2, 3, 1]
+    assert faults_of(tmp_path, "run0") == [("retry", "hung", "train")]
+    assert [f[0] for f in faults_of(tmp_path, "run1")] == ["retry", "retry", "hung"]
+    assert "no sign of life for 5 s in stage train" in states["run1"].reason
+    silences = [
+        line["silent_s"] for line in ledger(tmp_path) if line["event"] == "hung" and "silent_s" in line
+    ]
+    assert len(silences) == 4
+    assert min(silences) >= 5.0
+
+
+def test_sigkill_is_put_down_to_memory_when_the_kernel_killed_somebody(
+    tmp_path: Path, study_with: Callable[..., list[Path]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts = iter([3, 4])  # at the start of the worker, at its end
+    monkeypatch.setattr(faults, "host_oom_kills", lambda: next(counts, 4))
+    go(tmp_path, study_with([{"kill": True, "code": 0, "say": "step 3"}, DONE]))
+    assert faults_of(tmp_path, "run0") == [("retry", "out_of_memory", "import")]
+    reason = next(line["reason"] for line in ledger(tmp_path) if line["event"] == "retry")
+    assert reason == "SIGKILL by the kernel, which ran out of memory in stage import; last words: step 3"
+
+
+def test_a_full_disk_that_leaves_no_words_is_seen(
+    tmp_path: Path, study_with: Callable[..., list[Path]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(faults, "FULL_BYTES", 2**80)
+    states = go(tmp_path, study_with([{"code": 1}]))
+    assert states["run0"].state == "interrupted"
+    assert "no space left on the device" in states["run0"].reason
+
+
+def test_a_ledger_on_a_full_disk_ends_no_run(
+    tmp_path: Path, study_with: Callable[..., list[Path]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    dirs = study_with([DONE])
+    (tmp_path / schema.LEDGER_FILE).symlink_to("/dev/full")
+    assert go(tmp_path, dirs)["run0"].state == "finished"
+    assert "no space left to write ledger.jsonl" in capsys.readouterr().err
+
+
+def test_a_kill_after_the_manifest_is_no_fault(tmp_path: Path, study_with: Callable[..., list[Path]]) -> None:
+    dirs = study_with(
+        [{"status": "finished", "kill": True, "code": 0}], [{"status": "diverged", "kill": True, "code": 0}]
+    )
+    states = go(tmp_path, dirs)
+    assert [states[f"run{i}"].state for i in range(2)] == ["finished", "diverged"]
+    assert [attempts(d) for d in dirs] == [1, 1]
+
+
+def test_runs_share_a_device_only_within_its_memory(
+    tmp_path: Path, study_with: Callable[..., list[Path]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "device_memory", lambda gpus: 100)
+    dirs = study_with(*[[DONE]] * 5)
+    sizes = dict(zip((d.name for d in dirs), (60, 60, 40, 300, 10), strict=True))
+    together: list[int] = []
+    started: list[Job] = []
+    start = Job.start
+
+    def noting(job: Job, slot: int, environment: Any) -> None:
+        start(job, slot, environment)
+        started.append(job)
+        together.append(sum(j.memory for j in started if not j.outcome))
+
+    monkeypatch.setattr(Job, "start", noting)
+    go(tmp_path, dirs, slots=4, memory=sizes)
+    assert [job.run_id for job in started] == [f"run{i}" for i in range(5)]  # the order of the plan
+    assert max(used for used in together if used != 300) <= 100
+    assert 300 in together  # too large for any device: it goes alone, the estimate may be wrong
+
+
 def test_finished_runs_are_skipped(tmp_path: Path, study_with: Callable[..., list[Path]]) -> None:
     dirs = study_with([DONE], [DONE])
     go(tmp_path, dirs)
@@ -125,6 +239,8 @@ def test_no_more_than_the_slots_run_at_once(tmp_path: Path, study_with: Callable
     )  # fmt: skip
     assert max(most) <= 2
     assert {line["slot"] for line in ledger(tmp_path) if line["event"] == "started"} == {0, 1}
+    launched = ledger(tmp_path)[0]
+    assert (launched["event"], launched["pid"], launched["slots"]) == ("launched", os.getpid(), 2)
 
 
 def test_each_gpu_slot_sees_its_own_gpu(
@@ -135,6 +251,7 @@ def test_each_gpu_slot_sees_its_own_gpu(
     launch.launch(tmp_path, dirs, slots=2, use_gpus=True, on_change=lambda _: None)
     assert {(d / "attempt-0").read_text() for d in dirs} == {"3", "5"}
     assert default_slots("cuda", 1) == 2
+    assert default_slots("cuda", 1, per_gpu=3) == 6
     assert default_slots("cpu", 10**6) == 1
 
 

@@ -5,7 +5,8 @@ import math
 import pytest
 
 from fp8parity import matrix
-from fp8parity.plan import REFERENCE_RUN_SD, plan_document
+from fp8parity.memory import estimate
+from fp8parity.plan import REFERENCE_RUN_SD, memory_of, plan_document, slots_of
 from fp8parity_analysis import planning
 
 from .conftest import WriteRecipe
@@ -20,6 +21,50 @@ def test_counts_and_cost(write_recipe: WriteRecipe) -> None:
     shares = {arm["arm"]: arm["fp8_flop_share"] for arm in document["arms"]}
     assert shares["bf16"] == shares["bf16_null"] == 0
     assert 0 < shares["rowwise"] < 1
+
+
+def test_order_controls_and_memory(write_recipe: WriteRecipe) -> None:
+    document = plan_document(matrix.read(write_recipe({"runtime": {"tokens_per_s": 100.0, "slots": 3}})))
+    assert (document["controls"], document["shared_controls"]) == (2, 2)
+    assert document["wall_hours"] == pytest.approx(document["hours"] / 3)
+    roles = ["bf16_null" if "-reorder" in run else run.split("-")[2] for run in document["order"]]
+    assert roles == ["bf16", "bf16_null", "tensorwise", "rowwise"] * 2  # baselines first, seeds breadth-first
+    seeds = [run.split("-")[1] for run in document["order"]]
+    assert seeds == ["s0"] * 4 + ["s1"] * 4
+    arm = document["arms"][0]
+    assert arm["memory"]["states"] == 18 * arm["parameters"]
+    assert document["memory_bytes"] == max(a["memory"]["total"] for a in document["arms"])
+    assert document["errors"] == []
+    words = " ".join(document["words"])
+    assert "2 BF16 controls, 2 of them shared by several arms" in words
+    assert "GiB (an estimate: parameters x 18 bytes" in words
+    alone = plan_document(matrix.read(write_recipe({"axes": {"precision.recipe": ["rowwise"]}})))
+    assert (alone["controls"], alone["shared_controls"], alone["hours"]) == (2, 0, None)
+
+
+def test_memory_follows_what_is_kept(write_recipe: WriteRecipe) -> None:
+    def total(**train: object) -> int:
+        plan = matrix.read(write_recipe({"base": {"train": train}}))
+        rows = matrix.vocab_rows(plan.runs[0].spec, plan.recipe_path.parent)
+        return estimate(plan.runs[0].spec, rows).activations
+
+    whole = total()
+    assert total(accumulate=2) == whole / 2
+    assert total(activation_checkpointing=True) < whole
+    assert total(compile="blocks") < whole
+    assert total(compute="bf16-true") < whole
+
+
+def test_slots_come_from_the_command_line_then_the_file_then_the_devices(
+    write_recipe: WriteRecipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    gpu = {"base": {"train": {"device": "auto"}}}
+    plan = matrix.read(write_recipe({**gpu, "runtime": {"slots_per_gpu": 3}}))
+    assert (slots_of(plan), slots_of(plan, 5)) == (6, 5)
+    assert slots_of(matrix.read(write_recipe({**gpu, "runtime": {"slots": 4, "slots_per_gpu": 3}}))) == 4
+    memory = memory_of(plan)
+    assert set(memory) == {run.run_id for run in plan.runs}
 
 
 @pytest.mark.parametrize("confidence", [0.90, 0.95])

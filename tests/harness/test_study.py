@@ -52,11 +52,21 @@ def test_added_seeds_and_arms_extend_the_study(lay_out: LayOut) -> None:
 def test_another_recipe_is_refused(lay_out: LayOut) -> None:
     lay_out()
     with pytest.raises(
-        UsageError, match=r"holds study 'tiny' with 8 runs that .* does not describe .*another --out"
+        UsageError,
+        match=r"'tiny' with 8 runs that .* does not describe .*optim.lr is 0.003 there and 0.5 in the.*another --out",
     ):
         lay_out({"base": {"optim": {"lr": 0.5}}})
     with pytest.raises(UsageError, match="use another --out directory"):
         lay_out({"name": "other"})
+
+
+def test_added_steps_are_refused_with_the_reason(lay_out: LayOut) -> None:
+    lay_out()
+    with pytest.raises(
+        UsageError,
+        match=r"train.steps is 24 there and 48 in the file; a longer run has another schedule .*another --out",
+    ):
+        lay_out({"base": {"train": {"steps": 48}}})
 
 
 def test_a_directory_of_something_else_is_refused(lay_out: LayOut, tmp_path: Path) -> None:

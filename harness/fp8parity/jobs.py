@@ -1,0 +1,158 @@
+"""One run on its way: its worker process, its log, its life signs. Imports no torch."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+from fp8parity import faults, progress
+from fp8parity.process import STACKS_SIGNAL
+from fp8parity_analysis import schema
+from fp8parity_analysis.json_files import read_json
+
+STACKS_SECONDS = 0.5
+"""What a hung worker gets to write its stacks."""
+
+
+@dataclass(frozen=True)
+class RunState:
+    """What the disk and the launcher know about one run."""
+
+    run_id: str
+    state: str
+    step: int
+    steps: int
+    loss: float | None
+    seconds_left: float | None
+    reason: str = ""
+
+
+@dataclass
+class Job:
+    """One run: queued, then a process in a slot, then ended with an outcome. `memory` in bytes, 0 if unknown."""
+
+    run_dir: Path
+    steps: int
+    threads: int
+    memory: int = 0
+    attempts: int = 0
+    slot: int = -1
+    hung: bool = False
+    outcome: str = ""
+    reason: str = ""
+    _process: subprocess.Popen[bytes] | None = None
+    _log: IO[bytes] | None = None
+    _log_from: int = 0
+    _oom_kills: int = 0
+    _started: float = 0.0
+    _first_step: int = 0
+    _signs: tuple[int, ...] = ()
+    _last_sign: float = field(default=0.0)
+
+    @property
+    def run_id(self) -> str:
+        """The run's name."""
+        return self.run_dir.name
+
+    @property
+    def pid(self) -> int:
+        """The worker's process id."""
+        assert self._process is not None
+        return self._process.pid
+
+    def start(self, slot: int, environment: Mapping[str, str]) -> None:
+        """Start a worker in `slot`."""
+        self.slot = slot
+        self.attempts += 1
+        self.hung = False
+        progress.forget(self.run_dir)
+        self._log = (self.run_dir / schema.LOG_FILE).open("ab")
+        self._log_from = self._log.tell()
+        self._oom_kills = faults.host_oom_kills()
+        row = progress.last_row(self.run_dir / schema.CURVE_STREAM)
+        self._first_step = int(row["step"]) if row else 0
+        # Its own session, so that Ctrl-C in the terminal reaches the launcher only, which then stops it cleanly.
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "fp8parity", "train", str(self.run_dir)],
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            env=environment,
+            start_new_session=True,
+        )
+        self._started = self._last_sign = time.monotonic()
+        self._signs = progress.life_signs(self.run_dir)
+
+    def poll(self) -> int | None:
+        """Return the worker's exit status, or None while it runs."""
+        assert self._process is not None
+        code = self._process.poll()
+        if code is not None and self._log is not None:
+            self._log.close()
+            self._log = None
+        return code
+
+    def silent_seconds(self) -> float:
+        """Return how long the worker has written nothing, by this process's own clock."""
+        signs = progress.life_signs(self.run_dir)
+        if signs != self._signs:
+            self._signs, self._last_sign = signs, time.monotonic()
+        return time.monotonic() - self._last_sign
+
+    def terminate(self) -> None:
+        """Ask the worker to save and stop."""
+        assert self._process is not None
+        self._process.terminate()
+
+    def kill(self) -> None:
+        """End the worker and what it started, at once."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        assert self._process is not None
+        self._process.wait()
+
+    def kill_hung(self) -> None:
+        """Have the worker write where it hangs, then end it."""
+        self.hung = True
+        assert self._process is not None
+        self._process.send_signal(STACKS_SIGNAL)
+        time.sleep(STACKS_SECONDS)
+        self.kill()
+
+    def fault(self, code: int, hang_after_s: float) -> faults.Fault:
+        """Return what ended the worker, which left no result."""
+        if self.hung:
+            stage = progress.stage_of(self.run_dir)
+            words = (
+                f"no sign of life for {hang_after_s:g} s in stage {stage}; killed, its stacks are in the log"
+            )
+            return faults.Fault("hung", stage, words)
+        return faults.diagnose(self.run_dir, code, log_from=self._log_from, oom_kills=self._oom_kills)
+
+    def state(self) -> RunState:
+        """Return where the run is."""
+        if self.outcome:
+            return RunState(self.run_id, self.outcome, self.steps, self.steps, None, None, self.reason)
+        if self._process is None or self._process.returncode is not None:
+            return RunState(self.run_id, "waiting", 0, self.steps, None, None)
+        row = progress.last_row(self.run_dir / schema.CURVE_STREAM)
+        step = int(row["step"]) if row else 0
+        done = step - self._first_step
+        elapsed = time.monotonic() - self._started
+        left = elapsed / done * (self.steps - step) if done > 0 else None
+        loss = row["train_loss"] if row else None
+        return RunState(self.run_id, "running" if row else "starting", step, self.steps, loss, left)
+
+
+def job_of(run_dir: Path, memory: int = 0) -> Job:
+    """Return the job of a run directory that was laid out."""
+    train: Mapping[str, Any] = read_json(run_dir / schema.SPEC_FILE)["spec"]["train"]
+    return Job(run_dir, int(train["steps"]), int(train["threads"]), memory)
