@@ -1,5 +1,10 @@
 # Each target sets up what it needs: `make demo` and `make test` work on a fresh clone.
 PYTHON ?= python3
+# `make wheelhouse PYTHON=3.12` names the target machine's Python; this machine's stays python3.
+ifneq ($(filter 3.%,$(PYTHON)),)
+TARGET_PYTHON := $(PYTHON)
+override PYTHON := python3
+endif
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
@@ -7,7 +12,7 @@ DEMO   ?= out/demo
 
 export TORCHAO_FORCE_SKIP_LOADING_SO_FILES ?= 1
 
-.PHONY: install demo test check format clean
+.PHONY: install demo test check format wheelhouse clean
 
 install: $(STAMP)
 
@@ -32,6 +37,12 @@ check: $(STAMP)
 format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# For a machine without a network: docs/offline-install.md. ARCH, GLIBC, EXTRAS, WITH_TORCH=1 as there.
+EXTRAS ?= train
+wheelhouse: $(STAMP)
+	$(BIN)/python tools/wheelhouse.py --extras '$(EXTRAS)' $(if $(TARGET_PYTHON),--python $(TARGET_PYTHON)) \
+	  $(if $(ARCH),--arch $(ARCH)) $(if $(GLIBC),--glibc $(GLIBC)) $(if $(WITH_TORCH),--with-torch)
 
 clean:
 	rm -rf $(VENV) out build dist
