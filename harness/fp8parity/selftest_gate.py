@@ -15,6 +15,7 @@ from typing import Any
 from fp8parity.devices import visible_gpus
 from fp8parity.environment import package_versions
 from fp8parity.errors import EXIT_INVALID, EXIT_USAGE, Fp8ParityError, KernelFaultError, UsageError
+from fp8parity.launch import COMPILE_CACHE_DIR, COMPILE_CACHES
 from fp8parity.selftest.report import SELFTEST_VERSION
 from fp8parity.spec import RunSpec
 from fp8parity_analysis.errors import BadInputError
@@ -59,10 +60,13 @@ def _passed_before(path: Path, key: dict[str, Any]) -> bool:
     return stored.get("key") == key and stored.get("right") is True
 
 
-def _test(subjects: Sequence[str], device: str) -> subprocess.CompletedProcess[str]:
+def _test(out: Path, subjects: Sequence[str], device: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "fp8parity", "selftest", "--quick", "--json", "--device", device]
     command += [part for subject in subjects for part in ("--recipe", subject)]
-    environment = {**os.environ, "TORCHAO_FORCE_SKIP_LOADING_SO_FILES": "1"}
+    # the runs' own cache folders: what Triton compiles for the selftest, the workers need not compile again
+    caches = out.resolve() / COMPILE_CACHE_DIR
+    kept = {name: os.environ.get(name) or str(caches / folder) for name, folder in COMPILE_CACHES.items()}
+    environment = {**os.environ, **kept, "TORCHAO_FORCE_SKIP_LOADING_SO_FILES": "1"}
     return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
 
 
@@ -101,7 +105,7 @@ def require_sound_arithmetic(out: Path, specs: Sequence[RunSpec], say: Callable[
     path, key = out / SELFTEST_FILE, key_of(subjects, device)
     if _passed_before(path, key):
         return
-    document = _document(_test(subjects, device))
+    document = _document(_test(out, subjects, device))
     missing = [f"{s['label']}: {s['reason']}" for s in document["subjects"] if s["status"] == "not_run"]
     if missing:
         raise UsageError("\n".join(missing))

@@ -36,11 +36,13 @@ class Selftest:
 
     def __init__(self) -> None:
         self.commands: list[list[str]] = []
+        self.environment: dict[str, str] = {}
         self.code, self.stderr = 0, ""
         self.subject: dict[str, Any] = {"status": "right", "reason": "", "faults": []}
 
     def __call__(self, command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
         self.commands.append(command)
+        self.environment = options["env"]
         labels = [command[i + 1] for i, part in enumerate(command) if part == "--recipe"]
         subjects = [{"label": label, **self.subject} for label in labels]
         document = {"right": self.code == 0, "seconds": 1.0, "subjects": subjects}
@@ -70,6 +72,7 @@ def test_once_per_machine_packages_and_recipes(
     for _ in range(2):
         require_sound_arithmetic(tmp_path, specs, said.append)
     assert len(planted.commands) == 1
+    assert Path(planted.environment["TRITON_CACHE_DIR"]).parent.parent == tmp_path
     assert said == ["selftest: rowwise/torchao_float8, tensorwise/torchao_float8 right in 1 s"]
     assert json.loads((tmp_path / SELFTEST_FILE).read_text())["key"]["device"] == "cpu"
     require_sound_arithmetic(tmp_path, [*specs[:-1], specs[0]], said.append)
