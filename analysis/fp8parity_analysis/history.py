@@ -161,6 +161,8 @@ def read_history(directory: Path) -> History:
         try:
             document = json.loads(line)
             if document.get("event") == "accept":
+                if not isinstance(document["series"], list):
+                    raise ValueError("series is no list")
                 accepted += [(len(nights), str(name)) for name in document["series"]]
                 continue
             if document["schema_version"] != HISTORY_SCHEMA_VERSION:

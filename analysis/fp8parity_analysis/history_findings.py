@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from fp8parity_analysis import report_format as fmt
 from fp8parity_analysis.history import JUDGED, History, Night
 from fp8parity_analysis.history_series import FALSE_ALARMS_PER_NIGHT, Series, levels
 from fp8parity_analysis.history_steps import BAD_STATES, Replay, State, replay
@@ -203,25 +204,20 @@ def _crash_findings(nights: Sequence[Night]) -> Iterator[Finding]:
 
 
 def _missing(nights: Sequence[Night]) -> Iterator[Finding]:
-    """Name the cells of the last judged night that tonight does not have at all."""
-    tonight = nights[-1]
-    if len(nights) < 2:
-        return
-    same = nights[-2].facts.get("recipe sha256") == tonight.facts.get("recipe sha256")
-    have = {cell.recipe for cell in tonight.cells}
-    for cell in nights[-2].cells:
-        if cell.recipe not in have:
-            state, words = (
-                (NEW, "has no runs tonight") if same else (NOTICE, "is no longer in the recipe file")
-            )
-            yield Finding(
-                f"missing/{cell.recipe}",
-                "crash",
-                state,
-                f"{cell.recipe} {words}",
-                tonight.night,
-                nights[-2].night,
-            )
+    """Name the cells that nights of the same recipe file had, or last night, and tonight has not."""
+    have = [{cell.recipe for cell in night.cells} for night in nights]
+    digests = [night.facts.get("recipe sha256") for night in nights]
+    same = len(nights) - 1  # the first night of this recipe file
+    while same > 0 and digests[same - 1] == digests[-1]:
+        same -= 1
+    wanted = set().union(*have[same:-1])
+    dropped = have[-2] - wanted if same == len(nights) - 1 and same > 0 else set()
+    for recipe in sorted((wanted | dropped) - have[-1]):
+        last = max(t for t, recipes in enumerate(have) if recipe in recipes)
+        state = NOTICE if recipe in dropped else NEW if last == len(nights) - 2 else STILL
+        words = "is no longer in the recipe file" if recipe in dropped else "has no runs tonight"
+        since, good = nights[last + 1].night, nights[last].night
+        yield Finding(f"missing/{recipe}", "crash", state, f"{recipe} {words}", since, good)
 
 
 def changes_between(before: Night, after: Night) -> tuple[Change, ...]:
@@ -241,10 +237,17 @@ def assess(history: History, rate: float = FALSE_ALARMS_PER_NIGHT) -> Assessment
     if tonight.status != JUDGED:
         last = tracked.nights[-1] if tracked.nights else None
         changes = changes_between(last, tonight) if last else ()
+        start = _silent_before(history.nights)
+        state, since = (STILL, start[0].night) if start else (NEW, tonight.night)
         text = f"no verdict tonight: {tonight.reason}"
-        finding = Finding("night", "crash", NEW, text, tonight.night, last.night if last else None)
+        finding = Finding("night", "crash", state, text, since, last.night if last else None)
         return Assessment(tonight, (finding,), last, changes, Gate.INVALID, False, (), tracked)
-    found = [*_crash_findings(tracked.nights), *_check_findings(tracked.nights), *_step_findings(tracked)]
+    found = [
+        *_silence_ended(history.nights),
+        *_crash_findings(tracked.nights),
+        *_check_findings(tracked.nights),
+        *_step_findings(tracked),
+    ]
     findings = tuple(sorted(found, key=lambda item: _ORDER[item.state]))
     last_good = _last_good(tracked.nights, findings)
     latest = len(tracked.nights) - 1
@@ -262,6 +265,24 @@ def assess(history: History, rate: float = FALSE_ALARMS_PER_NIGHT) -> Assessment
         learning,
         tracked,
     )
+
+
+def _silent_before(nights: Sequence[Night]) -> list[Night]:
+    """Return the unbroken run of nights without a verdict that tonight follows, oldest first."""
+    silent: list[Night] = []
+    for night in reversed(nights[:-1]):
+        if night.status == JUDGED:
+            break
+        silent.insert(0, night)
+    return silent
+
+
+def _silence_ended(nights: Sequence[Night]) -> Iterator[Finding]:
+    silent = _silent_before(nights)
+    if silent:
+        told = "; ".join(f"{night.night}: {night.reason}" for night in silent[-3:])
+        text = f"there is a verdict again, after {fmt.plural(len(silent), 'night')} without one ({told})"
+        yield Finding("night", "crash", FIXED, text, silent[0].night, nights[-1].night)
 
 
 def _last_good(nights: Sequence[Night], findings: Sequence[Finding]) -> Night | None:

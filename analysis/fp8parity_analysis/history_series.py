@@ -136,7 +136,8 @@ class Series:
 
     def show(self, value: float) -> str:
         """Return a plain value as text with its unit."""
-        return self.kind.show(value)
+        decibel = " dB" if self.kind.name == "tensor" and self.name.endswith("sqnr_db") else ""
+        return self.kind.show(value) + decibel
 
     def step_words(self, before: float, after: float) -> str:
         """Say a step between two plain values: `gap of rowwise rose by 0.52 %, from +0.01 % to +0.53 %`."""

@@ -112,6 +112,11 @@ def _warnings(found: Assessment, history: History) -> tuple[str, ...]:
             f"{fmt.plural(len(found.learning), 'series')} of {len(found.night.series)} still learning: a step is "
             "tested once there are five good nights.".replace("seriess", "series")
         )
+    unknown = sorted({name for _, name in history.accepted} - set(found.tracked.names))
+    if unknown:
+        lines.append(
+            f"Accepted in the history, but no series of that name was ever seen: {', '.join(unknown)}."
+        )
     if history.broken:
         lines.append(f"Unreadable lines of the history were skipped: {', '.join(map(str, history.broken))}.")
     return tuple(lines)

@@ -28,7 +28,7 @@ from fp8parity_analysis.json_files import read_json
 TENSOR_FILE = "tensor.json"
 """Optional file of a study directory: an object of name to number, watched like every other series."""
 SELFTEST_FILE = "selftest.json"
-"""Optional file of a study directory: an object with `ok` and `summary`."""
+"""What `fp8parity run` leaves of its selftest in a study directory; taken runs may lack it."""
 WEBHOOK_SECONDS = 10.0
 
 _DRIVER_FILE = Path("/proc/driver/nvidia/version")
@@ -82,7 +82,7 @@ def nightly(
         for killed in hist.killed_nights(history_dir, hist.read_history(history_dir)):
             hist.append_night(history_dir, killed)
         name, fresh = hist.claim_night(history_dir, datetime.now(UTC).date().isoformat())
-        night = _night(name, plan, history_dir, runs or out or fresh, None if runs else train)
+        night, interruption = _night(name, plan, runs or out or fresh, None if runs else train)
         past = hist.read_history(history_dir)
         found = assess(past.plus(night))
         night = hist.Night(**{**vars(night), "told": told_of(found)})
@@ -94,22 +94,24 @@ def nightly(
     console.print(f"{name}: {model.headline}\nnightly: {paths[0]}", markup=False, highlight=False)
     if webhook:
         _post(webhook, document(model), console)
+    if interruption is not None:
+        raise interruption
     return model.assessment.exit_code
 
 
-def _night(name: str, plan: Matrix, history_dir: Path, where: Path, train: Train | None) -> hist.Night:
-    """Train if asked to, then turn what is stored into the night's record; a failure is a record too."""
-    facts = static_facts(plan)
+def _night(
+    name: str, plan: Matrix, where: Path, train: Train | None
+) -> tuple[hist.Night, InterruptedRunError | None]:
+    """Train if asked to, then turn what is stored into the night's record; a failure or interruption is one too."""
+    facts = static_facts(plan, here=train is not None)
     try:
         if train is not None:
             train(plan.recipe_path, where)
-        return observe(name, where, facts)
+        return observe(name, where, facts), None
     except InterruptedRunError as error:
-        stopped = _blank(name, hist.KILLED, f"interrupted: {error}", where, facts)
-        hist.append_night(history_dir, stopped)
-        raise
+        return _blank(name, hist.KILLED, f"interrupted: {error}", where, facts), error
     except (Fp8ParityError, BadInputError) as error:
-        return _blank(name, hist.FAILED, str(error), where, facts)
+        return _blank(name, hist.FAILED, str(error), where, facts), None
 
 
 def _blank(name: str, status: str, reason: str, where: Path, facts: Mapping[str, str]) -> hist.Night:
@@ -142,7 +144,7 @@ def observe(name: str, study_dir: Path, facts: Mapping[str, str]) -> hist.Night:
         margin=judgement.criteria.margin,
         facts={**facts, **(environment_facts(ran[0]) if ran else {}), **digests},
         cells=nightly_observe.cells_of(judgement),
-        series=nightly_observe.series_of(judgement, records, _optional(study_dir / TENSOR_FILE)),
+        series=nightly_observe.series_of(judgement, records, _numbers(study_dir / TENSOR_FILE)),
         checks=nightly_observe.checks_of(judgement, records, _optional(study_dir / SELFTEST_FILE)),
         crashed=nightly_observe.crashed_of(records, _reasons(study_dir)),
     )
@@ -150,6 +152,15 @@ def observe(name: str, study_dir: Path, facts: Mapping[str, str]) -> hist.Night:
 
 def _optional(path: Path) -> dict[str, Any] | None:
     return read_json(path) if path.exists() else None
+
+
+def _numbers(path: Path) -> dict[str, float] | None:
+    """Read an object of name to number; `BadInputError` names what is none."""
+    document = _optional(path)
+    for name, value in (document or {}).items():
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise BadInputError(f"{path}: {name}: {value!r} is no number")
+    return document
 
 
 def _reasons(study_dir: Path) -> dict[str, str]:
@@ -174,16 +185,16 @@ def environment_facts(fingerprint: Mapping[str, Any]) -> dict[str, str]:
     return {_ENVIRONMENT_NAMES.get(key, key): str(value) for key, value in fingerprint.items()}
 
 
-def static_facts(plan: Matrix) -> dict[str, str]:
-    """Return what identifies the program and the machine before anything ran."""
-    facts = environment_facts(environment.package_versions())
+def static_facts(plan: Matrix, *, here: bool) -> dict[str, str]:
+    """Return what identifies the program and, when the runs are made `here`, this machine before anything ran."""
+    facts = environment_facts(environment.package_versions()) if here else {}
     facts["recipe sha256"] = hashlib.sha256(plan.recipe_path.read_bytes()).hexdigest()
     facts["criteria digest"] = study.criteria_of(plan).digest()
     try:
         facts["fp8parity"] = metadata.version("fp8parity")
     except metadata.PackageNotFoundError:
         facts["fp8parity"] = "not installed"
-    for key, value in (("commit", _commit()), ("driver", _driver())):
+    for key, value in (("commit", _commit()), ("driver", _driver() if here else None)):
         if value:
             facts[key] = value
     return facts

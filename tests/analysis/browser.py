@@ -57,6 +57,19 @@ class Browser:
     def screenshot(self, path: Path) -> None:
         path.write_bytes(base64.b64decode(self._call("/screenshot")))
 
+    def _cdp(self, command: str, **parameters: Any) -> Any:
+        return self._call("/goog/cdp/execute", {"cmd": command, "params": parameters})
+
+    def size(self, width: int, height: int) -> None:
+        """Give the page a window of exactly this size; Chromium's own has a least width."""
+        metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
+        self._cdp("Emulation.setDeviceMetricsOverride", **metrics)
+
+    def theme(self, name: str) -> None:
+        """Prefer `light` or `dark`."""
+        features = [{"name": "prefers-color-scheme", "value": name}]
+        self._cdp("Emulation.setEmulatedMedia", features=features)
+
     def until(self, condition: Callable[[], Any], seconds: float = 60.0) -> Any:
         """Return the first true value of `condition`; fail with the page's text when time is up."""
         deadline = time.monotonic() + seconds

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import xml.etree.ElementTree as ET
 from collections.abc import Callable
 from dataclasses import replace
@@ -61,7 +62,10 @@ def test_a_torchao_upgrade_that_breaks_a_layer_is_told_with_both_versions() -> N
     )
     (finding,) = found.findings
     assert finding.state == "new"
-    assert finding.text.startswith("rowwise/blocks.1.mlp.down/weight/sqnr_db fell by ")
+    words = (
+        r"rowwise/blocks\.1\.mlp\.down/weight/sqnr_db fell by [89]\.\d+ dB, from 3\d\.\d+ dB to 2\d\.\d+ dB"
+    )
+    assert re.fullmatch(words, finding.text)
     assert [(c.what, c.before, c.after) for c in found.changes] == [("torchao", "0.18.0", "0.19.0")]
     assert found.exit_code == 10
 
@@ -96,8 +100,11 @@ def test_a_cell_without_runs_is_missing_unless_the_recipe_changed() -> None:
 
     found = told(20, change=drop)
     assert (found.findings[0].text, found.exit_code) == ("rowwise has no runs tonight", 12)
+    (later,) = told(22, change=drop).findings
+    assert (later.state, later.since, later.last_good) == ("still failing", "2025-01-20", "2025-01-19")
     found = told(20, change=lambda n: replace(drop(n), facts={**n.facts, "recipe sha256": "b"}))
     assert found.findings[0].state == "notice"
+    assert told(21, change=lambda n: replace(drop(n), facts={**n.facts, "recipe sha256": "b"})).findings == ()
 
 
 def test_execution_that_is_no_longer_proven_is_a_failure() -> None:
@@ -124,7 +131,10 @@ def test_a_killed_night_has_no_verdict_and_does_no_harm_to_the_next() -> None:
     killed = Night("2025-01-21", KILLED, reason="killed")
     found = assess(History((*nights, killed)))
     assert (found.gate, found.findings[0].text) == (Gate.INVALID, "no verdict tonight: killed")
-    assert assess(History((*nights[:-1], killed, nights[-1]))).exit_code == 0
+    after = assess(History((*nights[:-1], killed, nights[-1])))
+    (finding,) = after.findings
+    assert (finding.state, after.exit_code) == ("fixed", 0)
+    assert finding.text == "there is a verdict again, after 1 night without one (2025-01-21: killed)"
 
 
 def test_an_accepted_level_is_the_new_normal() -> None:

@@ -125,11 +125,14 @@ def test_failed_and_unsettled_verdicts_have_their_exit_codes(
     document["criteria"]["margin"] = 1e-7
     (study / schema.STUDY_FILE).write_text(json.dumps(document))
     assert call(capsys, "nightly", recipe, "--history", history, "--runs", study)[0] == 11
-    (study / subject.SELFTEST_FILE).write_text('{"ok": false, "summary": "e4m3 rounding differs"}')
+    told = {"selftest_version": 1, "right": True, "subjects": [{"label": "rowwise", "faults": []}]}
+    fault = {"text": "e4m3 rounding differs"}
+    broken = {**told, "right": False, "subjects": [{"label": "rowwise", "faults": [fault]}]}
+    (study / subject.SELFTEST_FILE).write_text(json.dumps(broken))
     code, out, _ = call(capsys, "nightly", recipe, "--history", history, "--runs", study)
     assert code == 10
-    assert "new: selftest: e4m3 rounding differs" in out
-    (study / subject.SELFTEST_FILE).write_text('{"ok": true}')
+    assert "new: selftest: rowwise: e4m3 rounding differs" in out
+    (study / subject.SELFTEST_FILE).write_text(json.dumps(told))
     (study / subject.TENSOR_FILE).write_text('{"rowwise/blocks.1.mlp.down/weight/sqnr_db": 31.0}')
     code, out, _ = call(capsys, "nightly", recipe, "--history", history, "--runs", study)
     assert code == 11
@@ -157,6 +160,49 @@ def test_an_interrupted_night_is_recorded_and_raised(finished: tuple[Path, Path]
     with pytest.raises(InterruptedRunError):
         subject.nightly(finished[0], tmp_path / "h", train=interrupt)
     assert [night.status for night in read_history(tmp_path / "h").nights] == ["killed"]
+    assert "The night gave no verdict: interrupted: stopped" in (tmp_path / "h" / "nightly.html").read_text()
+    for _ in range(2):
+        with pytest.raises(InterruptedRunError):
+            subject.nightly(finished[0], tmp_path / "h", train=interrupt)
+    found = json.loads((tmp_path / "h" / "nightly.json").read_text())["findings"]
+    first = read_history(tmp_path / "h").nights[0].night
+    assert [(item["state"], item["since"]) for item in found] == [("still failing", first)]
+
+
+def test_taken_runs_are_not_given_the_facts_of_this_machine(
+    again: tuple[Path, Path, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe, history, study = again
+    monkeypatch.setattr(subject, "_driver", lambda: "570.1")
+    assert call(capsys, "nightly", recipe, "--history", history, "--runs", study)[0] == 0
+    taken = read_history(history).nights[-1].facts
+    assert "driver" not in taken
+    assert taken["torch"] == read_history(history).nights[0].facts["torch"]
+    assert subject.static_facts(subject.matrix.read(recipe), here=True)["driver"] == "570.1"
+
+
+def test_a_tensor_statistic_that_is_no_number_is_named(
+    again: tuple[Path, Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe, history, study = again
+    (study / subject.TENSOR_FILE).write_text('{"rowwise/x/sqnr_db": "high"}')
+    code, out, _ = call(capsys, "nightly", recipe, "--history", history, "--runs", study)
+    assert code == 12
+    assert "rowwise/x/sqnr_db: 'high' is no number" in out
+
+
+def test_an_accepted_series_that_does_not_exist_is_a_warning(
+    again: tuple[Path, Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe, history, study = again
+    with (history / "history.jsonl").open("a") as handle:
+        handle.write(
+            '{"event": "accept", "series": ["spede/25m"]}\n{"event": "accept", "series": "speed/25m"}\n'
+        )
+    assert call(capsys, "nightly", recipe, "--history", history, "--runs", study)[0] == 0
+    page = (history / "nightly.html").read_text()
+    assert "no series of that name was ever seen: spede/25m." in page
+    assert "Unreadable lines of the history were skipped: 3." in page
 
 
 @pytest.fixture
