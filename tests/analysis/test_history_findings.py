@@ -172,3 +172,23 @@ def test_every_file_escapes_what_it_is_told_and_refers_to_nothing_outside(tmp_pa
     assert document["findings"][0]["kind"] == "crash"
     assert document["exit_code"] == 12
     assert "<script>" not in (tmp_path / "summary.md").read_text()
+
+
+def test_public_parsers_read_the_junit_file_and_the_summary() -> None:
+    import junitparser
+    from markdown_it import MarkdownIt
+
+    nights = sim.records(base().shifted("speedup/rowwise", 20, 0.0, times=0.9))[:20]
+    nights[-1] = replace(
+        nights[-1],
+        crashed={"25m/rowwise seed 1": "a | b\n# no head"},
+        facts={**nights[-1].facts, "torchao": "9"},
+    )
+    model = nightly_report.build(History(tuple(nights)), "nightly")
+    (suite,) = junitparser.JUnitXml.fromstring(nightly_report.junit(model).encode())
+    assert (suite.tests, suite.failures, suite.errors) == (4, 1, 1)
+    tokens = MarkdownIt("commonmark").enable("table").parse(nightly_report.summary(model))
+    assert [token.tag for token in tokens if token.type == "heading_open"] == ["h2"]
+    assert sum(token.type == "table_open" for token in tokens) == 2
+    rows = sum(token.type == "tr_open" for token in tokens)
+    assert sum(token.type in ("td_open", "th_open") for token in tokens) == 6 * 3 + 3 * (rows - 3)

@@ -93,3 +93,18 @@ def test_properties_tell_gate_margin_and_criteria() -> None:
 def test_without_verdicts_the_suite_is_empty() -> None:
     (suite,) = parsed(Judgement(criteria=Criteria(), verdicts=())).findall("testsuite")
     assert suite.attrib["tests"] == "0"
+
+
+def test_a_public_parser_reads_it() -> None:
+    import junitparser
+
+    outcomes = (Outcome.EQUIVALENT, Outcome.WORSE, Outcome.INCONCLUSIVE, Outcome.INVALID)
+    verdicts = tuple(verdict(item.value.lower(), item, reasons=("first <&> \x00",)) for item in outcomes)
+    judgement = Judgement(criteria=Criteria(), verdicts=verdicts)
+    model = report.build(judgement, StudyRuns({}, {}), STUDY, reproduce="x")
+    text = junit.render(model, judgement, "2025-01-02T03:04:05+00:00")
+    (suite,) = junitparser.JUnitXml.fromstring(text.encode())
+    assert (suite.tests, suite.failures, suite.skipped, suite.errors) == (4, 1, 1, 1)
+    kinds = {case.name: [type(result) for result in case.result] for case in suite}
+    wanted = ([], [junitparser.Failure], [junitparser.Skipped], [junitparser.Error])
+    assert kinds == dict(zip((item.recipe for item in verdicts), wanted, strict=True))
