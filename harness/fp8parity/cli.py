@@ -86,6 +86,28 @@ def run(
 
 
 @app.command()
+def status(
+    study: Annotated[Path, typer.Argument(help="A study directory, while it runs or after.")],
+    watch: Annotated[bool, typer.Option("--watch", help="Renew until nothing runs any more.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Show where every run of a study stands: state, step, losses, time left, alerts. Changes nothing."""
+    from fp8parity.errors import UsageError
+    from fp8parity.status import study_status
+
+    if as_json and watch:
+        raise UsageError("--json is one document and --watch many; give one of them")
+    if as_json:
+        _print_json(study_status(study))
+        return
+    from rich.console import Console
+
+    from fp8parity.status_screen import show
+
+    show(study, Console(), watch=watch)
+
+
+@app.command()
 def train(run_dir: Annotated[Path, typer.Argument(help="A run directory with its spec.json.")]) -> None:
     """Train one run to its end, resuming from its last checkpoint. Exit 0 finished, 20 diverged."""
     from fp8parity import runner

@@ -70,8 +70,8 @@ def life_signs(run_dir: Path) -> tuple[int, ...]:
     return tuple(times)
 
 
-def last_rows(path: Path) -> list[dict[str, Any]]:
-    """Return the complete rows in the last `TAIL_BYTES` of a JSON-lines stream, oldest first."""
+def last_rows(path: Path, most: int | None = None) -> list[dict[str, Any]]:
+    """Return the complete rows in the last `TAIL_BYTES` of a JSON-lines stream, the `most` last, oldest first."""
     try:
         with path.open("rb") as handle:
             handle.seek(0, os.SEEK_END)
@@ -80,16 +80,18 @@ def last_rows(path: Path) -> list[dict[str, Any]]:
             lines = handle.read().split(b"\n")[:-1]
     except OSError:
         return []
-    rows = []
-    for line in lines[1:] if start else lines:  # the first may be cut
+    rows: list[dict[str, Any]] = []
+    for line in reversed(lines[1:] if start else lines):  # the first may be cut
+        if len(rows) == most:
+            break
         with contextlib.suppress(ValueError):
             row = json.loads(line)
             if isinstance(row, dict):
                 rows.append(row)
-    return rows
+    return rows[::-1]
 
 
 def last_row(path: Path) -> dict[str, Any] | None:
     """Return the last complete row of a JSON-lines stream, reading only its end."""
-    rows = last_rows(path)
+    rows = last_rows(path, 1)
     return rows[-1] if rows else None

@@ -48,7 +48,7 @@ def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_surface_is_frozen() -> None:
     commands = {command.name or command.callback.__name__ for command in app.registered_commands}
     assert commands == {
-        "plan", "run", "train", "judge", "report", "mlflow", "ui", "nightly", "selftest", "schema"
+        "plan", "run", "status", "train", "judge", "report", "mlflow", "ui", "nightly", "selftest", "schema"
     }  # fmt: skip
     assert {group.name for group in app.registered_groups} == {"data"}
 

@@ -76,3 +76,4 @@ def test_last_rows_of_a_stream_that_is_being_written(tmp_path: Path) -> None:
     rows = last_rows(path)
     assert [row["step"] for row in rows] == list(range(500 - len(rows), 500))
     assert 10 < len(rows) < 100
+    assert last_rows(path, 3) == rows[-3:]
