@@ -40,7 +40,7 @@ def main() -> int:
     steps = tuple(range(3, 301, 3))
     shape = TensorShape(blocks=10, linears=("q", "o", "gate", "up", "down"), steps=steps)
     with tempfile.TemporaryDirectory() as folder:
-        records = write_tensor_study(Path(folder), shape, Shape(effects=ARMS, seeds=SEEDS))
+        records = write_tensor_study(Path(folder), shape, Shape(effects=ARMS, seeds=SEEDS), per_part=1)
         judgement, runs = judged(records), StudyRuns.of(records)
         begin = time.process_time()
         health = examine(judgement, runs)

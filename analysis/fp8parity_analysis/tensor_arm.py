@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,7 +21,7 @@ from fp8parity_analysis.tensor_panel import (
     tensor_key,
 )
 from fp8parity_analysis.tensor_reduce import nanmean
-from fp8parity_analysis.tensor_store import read_tensor_stats
+from fp8parity_analysis.tensor_store import TensorTables, read_tensor_stats
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
 
     from fp8parity_analysis.tensor_panel import FloatArray, IntArray, Tensor
 
+WhatIfReader = Callable[["Path"], tuple[dict[str, Panel], tuple[str, ...]]]
+_REMEMBERED = 32
+"""BF16 runs that are kept while the arms of a study are read one after the other."""
 _SHARES = {"underflow": "underflow_frac", "saturated": "saturated_frac"}
 
 
@@ -144,8 +148,14 @@ class ArmTensors:
         return {name: np.stack(rows) if rows else np.zeros((0, *shape)) for name, rows in found.items()}
 
 
-def read_arm(dirs: RunDirs, *, matched: bool = False) -> ArmTensors | None:
-    """Read the tensor statistics of an arm; None when none of its runs recorded a cast that training used."""
+def read_arm(
+    dirs: RunDirs, *, matched: bool = False, what_if: WhatIfReader | None = None
+) -> ArmTensors | None:
+    """Read the tensor statistics of an arm; None when none of its runs recorded a cast that training used.
+
+    `what_if` reads a BF16 run (default: `what_if_panels`); arms that share their BF16 runs share one that remembers.
+    """
+    read = what_if or what_if_panels
     problems: list[str] = []
     trained = {seed: _trained(paths, problems) for seed, paths in dirs.test.items()}
     recipes = [recipe for runs in trained.values() for recipe, _ in runs]
@@ -159,8 +169,8 @@ def read_arm(dirs: RunDirs, *, matched: bool = False) -> ArmTensors | None:
             f"runs of one arm trained with casts of {recipe} and of {names}: only {recipe} is used"
         )
     tests = {seed: [panel for name, panel in runs if name == recipe] for seed, runs in trained.items()}
-    control = {seed: _what_if(dirs.control.get(seed, ()), recipe, problems) for seed in tests}
-    null = {seed: _what_if(dirs.null.get(seed, ()), recipe, problems) for seed in tests}
+    control = {seed: _what_if(dirs.control.get(seed, ()), recipe, read, problems) for seed in tests}
+    null = {seed: _what_if(dirs.null.get(seed, ()), recipe, read, problems) for seed in tests}
     return arm_of(recipe, tests, control, null, matched=matched, problems=problems)
 
 
@@ -193,23 +203,41 @@ def _trained(paths: Sequence[Path], problems: list[str]) -> list[tuple[str, Pane
     """Return the recipe and the trained casts of each run that recorded any."""
     found = []
     for path in paths:
-        tables = read_tensor_stats(path, kind=ts.TRAINED, columns=COLUMNS)
+        tables = read_tensor_stats(path, kind=ts.TRAINED, columns=COLUMNS, signals=False)
         problems += tables.problems
         if tables.recorded:
             names = tables.casts["recipe"]
             recipe = str(names.iloc[-1])
             if names.nunique() > 1:
                 recipe = str(names.value_counts().index[0])
-                tables = read_tensor_stats(path, kind=ts.TRAINED, recipe=recipe, columns=COLUMNS)
+                tables = read_tensor_stats(
+                    path, kind=ts.TRAINED, recipe=recipe, columns=COLUMNS, signals=False
+                )
             found.append((recipe, panel_of(tables)))
     return found
 
 
-def _what_if(paths: Sequence[Path], recipe: str, problems: list[str]) -> list[Panel]:
+def what_if_panels(path: Path) -> tuple[dict[str, Panel], tuple[str, ...]]:
+    """Return the what-if casts of a run by recipe, and what could not be read."""
+    tables = read_tensor_stats(path, kind=ts.WHAT_IF, columns=COLUMNS, signals=False)
+    casts = tables.casts
+    panels = {
+        str(recipe): panel_of(TensorTables(casts[casts["recipe"] == recipe], tables.signals))
+        for recipe in casts["recipe"].unique()
+    }
+    return panels, tables.problems
+
+
+def remembering() -> WhatIfReader:
+    """Return a reader that keeps the last few runs it read: a panel of 300 tensors and 100 probes takes 4 MB."""
+    return lru_cache(maxsize=_REMEMBERED)(what_if_panels)
+
+
+def _what_if(paths: Sequence[Path], recipe: str, read: WhatIfReader, problems: list[str]) -> list[Panel]:
     found = []
     for path in paths:
-        tables = read_tensor_stats(path, kind=ts.WHAT_IF, recipe=recipe, columns=COLUMNS)
-        problems += tables.problems
-        if tables.recorded:
-            found.append(panel_of(tables))
+        panels, unread = read(path)
+        problems += unread
+        if recipe in panels:
+            found.append(panels[recipe])
     return found

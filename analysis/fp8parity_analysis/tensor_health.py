@@ -14,7 +14,7 @@ import numpy as np
 from fp8parity_analysis import report_format as fmt
 from fp8parity_analysis.divergence import hinge_onset
 from fp8parity_analysis.gap import tail_count
-from fp8parity_analysis.tensor_arm import ArmTensors, RunDirs, read_arm
+from fp8parity_analysis.tensor_arm import ArmTensors, RunDirs, read_arm, remembering
 from fp8parity_analysis.tensor_candidates import Candidate, candidates_of
 from fp8parity_analysis.tensor_moves import SignalScore, warnings_of
 from fp8parity_analysis.tensor_pictures import ArmPictures, pictures_of
@@ -87,10 +87,11 @@ def examine(judgement: Judgement, runs: StudyRuns, *, method: Method = "bh") -> 
     """
     evidence = {item.recipe: item for item in judgement.evidence}
     found, absent = [], []
+    what_if = remembering()
     for verdict in judgement.verdicts:
         if verdict.recipe in judgement.null_recipes or verdict.recipe not in runs.arms:
             continue
-        arm = read_arm(_dirs(runs, verdict.recipe), matched=judgement.criteria.null_matched)
+        arm = read_arm(_dirs(runs, verdict.recipe), matched=judgement.criteria.null_matched, what_if=what_if)
         if arm is None:
             absent.append(verdict.recipe)
             continue

@@ -7,6 +7,7 @@ that explain a verdict must not be what keeps it from being shown.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -47,23 +48,29 @@ class TensorTables:
 
 
 def read_tensor_stats(
-    run_dir: Path, *, kind: str | None = None, recipe: str | None = None, columns: Sequence[str] | None = None
+    run_dir: Path,
+    *,
+    kind: str | None = None,
+    recipe: str | None = None,
+    columns: Sequence[str] | None = None,
+    signals: bool = True,
 ) -> TensorTables:
     """Read the tensor statistics below `run_dir`; both tables are empty where none were recorded.
 
     `kind` and `recipe` keep only rows of that kind of cast and that cast's recipe; `columns` names the statistics
-    wanted beside the keys (default: all of `tensor_schema`). A row that stands twice, as after a resume, counts once:
-    the one in the later part.
+    wanted beside the keys (default: all of `tensor_schema`); without `signals` their table stays empty. A row that
+    stands twice, as after a resume, counts once: the one in the later part.
     """
     folder = run_dir / schema.TENSOR_STATS_DIR
     problems: list[str] = []
     wanted = (*ts.KEY_COLUMNS, *(columns if columns is not None else (*ts.COUNT_COLUMNS, *ts.VALUE_COLUMNS)))
     casts = _read(folder, ts.CAST_PARTS, wanted, _CAST_KEY, problems, {"kind": kind, "recipe": recipe})
-    signals = _read(folder, ts.SIGNAL_PARTS, ts.SIGNAL_COLUMNS, _SIGNAL_KEY, problems, {})
+    pattern = ts.SIGNAL_PARTS if signals else "(none)"
+    measured = _read(folder, pattern, ts.SIGNAL_COLUMNS, _SIGNAL_KEY, problems, {})
     if len(problems) > _MAX_PROBLEMS:
         more = len(problems) - _MAX_PROBLEMS
         problems = [*problems[:_MAX_PROBLEMS], f"{folder}: {more} more parts cannot be used"]
-    return TensorTables(casts, signals, tuple(problems))
+    return TensorTables(casts, measured, tuple(problems))
 
 
 def has_tensor_stats(run_dir: Path) -> bool:
@@ -82,13 +89,16 @@ def _read(
     parts = []
     for path in sorted(folder.glob(pattern)) if folder.is_dir() else ():
         try:
-            parts.append(_part(path, columns, wanted))
+            parts.append(_part(path, columns))
         except (OSError, ValueError, pa.ArrowException) as error:
             problems.append(f"{path}: {_first_line(error)}; this part is left out")
-    parts = [part for part in parts if part.num_rows]
-    if not parts:
+    whole = pa.concat_tables(parts) if parts else _target(tuple(columns)).empty_table()
+    for name, value in wanted.items():
+        if value is not None:
+            whole = whole.filter(pc.equal(whole[name], value))
+    if not whole.num_rows:
         return pd.DataFrame({name: pd.Series(dtype=_dtype(name)) for name in columns})
-    table: pd.DataFrame = pa.concat_tables(parts).to_pandas()
+    table: pd.DataFrame = whole.to_pandas()
     table = table.drop_duplicates(subset=key, keep="last")
     return table.sort_values("step", kind="stable", ignore_index=True)
 
@@ -103,8 +113,8 @@ def _dtype(name: str) -> str:
     )
 
 
-def _part(path: Path, columns: Sequence[str], wanted: dict[str, str | None]) -> pa.Table:
-    """Return the wanted columns and rows of one part; `ValueError` says what is wrong with it."""
+def _part(path: Path, columns: Sequence[str]) -> pa.Table:
+    """Return the wanted columns of one part; `ValueError` says what is wrong with it."""
     with pq.ParquetFile(path) as file:
         stored = file.schema_arrow
         stated = (stored.metadata or {}).get(ts.METADATA_KEY)
@@ -114,22 +124,23 @@ def _part(path: Path, columns: Sequence[str], wanted: dict[str, str | None]) -> 
         missing = [name for name in columns if name not in stored.names]
         if missing:
             raise ValueError(f"lacks the columns {missing}")
-        table = file.read(columns=list(columns))
-    for name, value in wanted.items():
-        if value is not None and table.num_rows:
-            table = table.filter(pc.equal(table[name], value))
+        table = file.read(columns=list(columns), use_threads=False)
     return _typed(table, columns)
 
 
 def _typed(table: pa.Table, columns: Sequence[str]) -> pa.Table:
     """Return the table with the types of the contract, so that parts join whatever wrote them."""
-    fields = []
-    for name in columns:
-        kind = _dtype(name)
-        fields.append(pa.field(name, {"object": pa.string(), "int64": pa.int64()}.get(kind, pa.float64())))
+    target = _target(tuple(columns))
     if table.num_rows and any(table[name].null_count for name in columns if _dtype(name) == "int64"):
         raise ValueError("holds a step or a count that is missing")
-    return table.cast(pa.schema(fields))
+    table = table.replace_schema_metadata(None)
+    return table if table.schema.equals(target) else table.select(list(columns)).cast(target)
+
+
+@lru_cache(maxsize=8)
+def _target(columns: tuple[str, ...]) -> pa.Schema:
+    kinds = {"object": pa.string(), "int64": pa.int64(), "float64": pa.float64()}
+    return pa.schema([pa.field(name, kinds[_dtype(name)]) for name in columns])
 
 
 def steps_of(table: pd.DataFrame) -> np.ndarray[tuple[int], np.dtype[np.int64]]:

@@ -245,12 +245,17 @@ def _as_cast_right(fault: Fault) -> Fault:
 
 
 def write_tensor_study(
-    root: Path, shape: TensorShape, study: Shape | None = None, *, effects: Mapping[str, float] | None = None
+    root: Path,
+    shape: TensorShape,
+    study: Shape | None = None,
+    *,
+    effects: Mapping[str, float] | None = None,
+    per_part: int = 10,
 ) -> list[RunRecord]:
     """Write a whole study with curves and tensor statistics and read it back."""
     study = study or Shape(effects=effects if effects is not None else {shape.arm: 0.0056})
     for record in report_study.write_study(root, study):
         spec = record.spec
         table = casts_of_run(shape, spec["arm"], spec["role"], spec["seed"], spec["replica"])
-        write_parts(record.path, table)
+        write_parts(record.path, table, per_part=per_part)
     return read_runs(root)
