@@ -70,6 +70,9 @@ SPEC_KEYS = (
 `data_path` leads from the run directory to the token file; `spec` is the canonical RunSpec, the only part that is
 hashed into `run_id`."""
 
+SPEC_OPTIONAL_KEYS = ("probe",)
+"""Keys that `spec.json` may hold: `probe` says after which steps tensor statistics are taken, and of which casts."""
+
 MANIFEST_KEYS = (
     "schema_version",
     "run_id",
@@ -96,6 +99,10 @@ MANIFEST_KEYS = (
 `conversion` lists what was converted and what was skipped and why; `execution` is the proof of what ran (FP8 GEMMs
 in training and evaluation, differences from the declaration); `effective` records what was in force
 (backend, compute dtype, compile mode); `environment` is the fingerprint of what can change numerics."""
+
+MANIFEST_OPTIONAL_KEYS = ("alerts",)
+"""Keys that a manifest may hold: `alerts` lists what was noticed in the tensor statistics (`tensor_schema.ALERT_KEYS`);
+absent where none were taken."""
 
 
 class Status(StrEnum):

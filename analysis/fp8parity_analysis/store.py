@@ -14,7 +14,7 @@ from typing import IO, Any
 
 import pandas as pd
 
-from fp8parity_analysis import schema
+from fp8parity_analysis import schema, tensor_schema
 from fp8parity_analysis.errors import BadInputError
 from fp8parity_analysis.json_files import read_json, write_json
 from fp8parity_analysis.stored_checks import check_manifest, check_spec, check_study, check_table
@@ -78,8 +78,36 @@ def _complete_rows(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in whole.splitlines() if line]
 
 
+_TEXT_COLUMNS = ("fqn", "gemm", "operand", "recipe", "kind", "format", "granularity", "signal")
+
+
+def _write_part(path: Path, rows: Iterable[Mapping[str, Any]], columns: tuple[str, ...]) -> None:
+    import pyarrow as pa  # takes a moment, and most that import this module read no Parquet
+    import pyarrow.parquet as pq
+
+    counts = ("step", "tokens", *tensor_schema.COUNT_COLUMNS)
+    kinds = {**dict.fromkeys(_TEXT_COLUMNS, pa.string()), **dict.fromkeys(counts, pa.int64())}
+    fields = [pa.field(name, kinds.get(name, pa.float64())) for name in columns]
+    version = str(tensor_schema.TENSOR_SCHEMA_VERSION).encode()
+    table = pa.Table.from_pylist(
+        [dict(row) for row in rows], pa.schema(fields, metadata={tensor_schema.METADATA_KEY: version})
+    )
+    temporary = path.with_name(f".{path.name}.tmp")
+    pq.write_table(table, temporary)
+    os.replace(temporary, path)
+
+
+def _cut_parts(folder: Path, resume_step: int) -> None:
+    """Delete the parts of steps beyond the one training continues from: it takes them again."""
+    for pattern in (tensor_schema.CAST_PARTS, tensor_schema.SIGNAL_PARTS):
+        for path in folder.glob(pattern):
+            number = path.stem.rpartition("-")[2]
+            if number.isdigit() and int(number) > resume_step:
+                path.unlink()
+
+
 class RunWriter:
-    """Writes the curves of one run: `append_*` while it trains, `finish` once at its end.
+    """Writes the curves and tensor statistics of one run: `append_*` while it trains, `finish` once at its end.
 
     `resume_step` is the optimizer step training continues from: later rows, left by a killed process, are cut
     off first, so no step stands twice. Rows must carry exactly the columns of `schema.CURVE_COLUMNS` or
@@ -91,6 +119,7 @@ class RunWriter:
         self.run_dir = run_dir
         self._curve = _Stream(run_dir / schema.CURVE_STREAM, schema.CURVE_COLUMNS, resume_step)
         self._evals = _Stream(run_dir / schema.EVAL_STREAM, schema.EVAL_COLUMNS, resume_step)
+        _cut_parts(run_dir / schema.TENSOR_STATS_DIR, resume_step)
 
     def append_curve(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Append and flush rows of `schema.CURVE_COLUMNS`, one per optimizer step."""
@@ -100,9 +129,22 @@ class RunWriter:
         """Append and flush rows of `schema.EVAL_COLUMNS`."""
         self._evals.append(rows)
 
+    def append_tensor_stats(
+        self, step: int, casts: Iterable[Mapping[str, Any]], signals: Iterable[Mapping[str, Any]] = ()
+    ) -> None:
+        """Write the tensor statistics of one step: rows of `tensor_schema.CAST_COLUMNS` and `SIGNAL_COLUMNS`.
+
+        Each table is one file, written whole and renamed, which replaces what an earlier training of the step left.
+        """
+        folder = self.run_dir / schema.TENSOR_STATS_DIR
+        folder.mkdir(exist_ok=True)
+        # signals first: where a part of casts is, nothing of its step is missing
+        _write_part(folder / f"signals-{step:05d}.parquet", signals, tensor_schema.SIGNAL_COLUMNS)
+        _write_part(folder / f"part-{step:05d}.parquet", casts, tensor_schema.CAST_COLUMNS)
+
     def finish(self, manifest: Mapping[str, Any]) -> None:
         """Write the Parquet files, then the manifest by rename: after it the run counts as ended."""
-        missing = sorted(set(schema.MANIFEST_KEYS) ^ set(manifest))
+        missing = sorted(set(schema.MANIFEST_KEYS) ^ (set(manifest) - set(schema.MANIFEST_OPTIONAL_KEYS)))
         if missing:
             raise ValueError(f"manifest keys differ from the schema in {missing}")
         self.close()

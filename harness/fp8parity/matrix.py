@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,8 @@ from fp8parity import layer_policy
 from fp8parity.errors import UsageError
 from fp8parity.labels import arm_label, group_label, varying, varying_within_recipes
 from fp8parity.precision_rules import rule_problems
+from fp8parity.probe_spec import ProbePlan
+from fp8parity.probe_spec import resolve as resolve_probe
 from fp8parity.problems import Problems, explain
 from fp8parity.recipe_file import (
     CriteriaSpec,
@@ -39,13 +41,14 @@ from fp8parity_analysis.schema import SCHEMA_VERSION
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """One run of the matrix with the labels that place it in a comparison."""
+    """One run of the matrix with the labels that place it in a comparison, and when it is probed."""
 
     run_id: str
     group: str
     arm: str
     role: str
     spec: RunSpec
+    probe: ProbePlan = field(default_factory=ProbePlan)
 
     def to_json(self, study: str, data_path: str, checkpoint_every: int) -> dict[str, Any]:
         """Return the document that becomes `spec.json`; `data_path` is relative to the run directory."""
@@ -62,6 +65,7 @@ class PlannedRun:
             "data_path": data_path,
             "checkpoint_every": checkpoint_every,
             "spec": self.spec.canonical(),
+            "probe": self.probe.model_dump(mode="json"),
         }
 
 
@@ -327,10 +331,26 @@ def _ordered_runs(recipe: RecipeFile, cells: Sequence[RunSpec]) -> tuple[Planned
                 arm = arm_label(spec, precision_keys)
                 planned += [_run(s, group, arm, "test") for s in (test, *_replicas(recipe, test, "test"))]
             for run in planned:
-                runs.setdefault(run.run_id, run)
+                if run.run_id not in runs:
+                    runs[run.run_id] = _with_probe(recipe, run, cells)
     order = {"control": 0, "null": 1, "test": 2}
     seeds = (*recipe.seeds, *null_seeds)
     return tuple(sorted(runs.values(), key=lambda r: (seeds.index(r.spec.seed), order[r.role])))
+
+
+def _with_probe(recipe: RecipeFile, run: PlannedRun, cells: Sequence[RunSpec]) -> PlannedRun:
+    """Return `run` with its probe; a BF16 arm tries by default the recipes of the FP8 arms it is compared with."""
+    own = run.spec
+    compared = [
+        cell.precision
+        for cell in cells
+        if own.precision.is_bf16 and not cell.precision.is_bf16
+        and (cell.model, cell.data, cell.optim, cell.train) == (own.model, own.data, own.optim, own.train)
+    ]  # fmt: skip
+    sources = {precision.weight_cast_source for precision in compared}
+    source = sources.pop() if len(sources) == 1 else "compute"
+    arms = tuple(dict.fromkeys(precision.recipe for precision in compared))
+    return replace(run, probe=resolve_probe(recipe.probe, run.spec.train.steps, arms, source))
 
 
 def _replicas(recipe: RecipeFile, spec: RunSpec, arm: str) -> list[RunSpec]:

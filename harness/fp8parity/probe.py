@@ -98,7 +98,8 @@ class GemmProbe:
 
         `loss_of` returns, for one micro-batch, the scalar that training calls `backward` on, autocast included and
         divided by the number of micro-batches if training does so. Cost: an uncompiled forward and backward pass of
-        every micro-batch, and two reads of every operand per cast. Whatever it raises, the model is as it was.
+        every micro-batch, and two reads of every operand per cast. Whatever it raises, the model is as it was:
+        `RuntimeError` from torch under a reentrant checkpoint, which supports no such pass (`use_reentrant=False`).
         """
         operands = OperandTaps([self._tap(fqn, linear) for fqn, linear in self.linears.items()])
         signals = SignalTaps(self.model, self.head)
@@ -123,10 +124,13 @@ class GemmProbe:
 
     def _add_gradients(self, grads: dict[int, Tensor], loss: Tensor) -> None:
         """Add the weights' gradients of one micro-batch to `grads`, by id of the weight: a shared one counts once."""
-        weights = {id(m.weight): m.weight for m in self.linears.values() if m.weight.requires_grad}
-        found = torch.autograd.grad(loss, list(weights.values()), allow_unused=True)
-        for key, grad in zip(weights, found, strict=True):
-            if grad is not None:
+        weights = {id(m.weight) for m in self.linears.values()}
+        # of every parameter, so that the pass goes wherever training's goes: a reentrant checkpoint, which cannot be
+        # asked this way, then raises instead of leaving its layers out
+        wanted = {id(p): p for p in self.model.parameters() if p.requires_grad}
+        found = torch.autograd.grad(loss, list(wanted.values()), allow_unused=True)
+        for key, grad in zip(wanted, found, strict=True):
+            if grad is not None and key in weights:
                 grads[key] = grads[key] + grad if key in grads else grad
 
 

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, ValidationError, field_validator, model_validator
 
+from fp8parity.probe_spec import ProbeSpec
 from fp8parity.problems import Problems, explain, nearest
 from fp8parity.spec import (
     DataSpec,
@@ -153,6 +154,9 @@ class RecipeFile(Frozen):
     )
     null: tuple[NullArm, ...] = Field((), description="Replicas of the control.")
     criteria: CriteriaSpec = Field(default_factory=CriteriaSpec, description="How the curves are judged.")
+    probe: ProbeSpec = Field(
+        default_factory=ProbeSpec, description="When tensor statistics are taken; no number changes."
+    )
     runtime: RuntimeSpec = Field(
         default_factory=RuntimeSpec, description="Cadence and slots; no number changes."
     )

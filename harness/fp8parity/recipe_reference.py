@@ -10,6 +10,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from fp8parity.probe_spec import ProbeSpec
 from fp8parity.recipe_file import SECTIONS, CriteriaSpec, NullArm, RecipeFile, RuntimeSpec
 
 BEGIN, END = "<!-- generated: keys -->", "<!-- end of generated keys -->"
@@ -19,6 +20,7 @@ _TITLES: dict[str, type[BaseModel]] = {
     **{f"base.{name}": section for name, section in SECTIONS.items()},
     "null[]": NullArm,
     "criteria": CriteriaSpec,
+    "probe": ProbeSpec,
     "runtime": RuntimeSpec,
 }
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import lightning as L
 import numpy as np
@@ -33,11 +33,13 @@ from fp8parity.checkpointing import Checkpointer, StopOnSignal, check_owner, che
 from fp8parity.data import BatchPlan, Tokens, held_out_rows, open_tokens, training_tokens
 from fp8parity.errors import EXIT_DIVERGED, InterruptedRunError, UsageError
 from fp8parity.module import LMModule, TokenDataModule
+from fp8parity.probe_recorder import ProbeRecorder
+from fp8parity.probe_spec import ProbePlan
 from fp8parity.process import end_with_parent, sole_trainer
 from fp8parity.progress import Heartbeat
 from fp8parity.recorder import CurveRecorder
 from fp8parity.shapes import parameter_count
-from fp8parity.spec import RunSpec
+from fp8parity.spec import Frozen, RunSpec
 from fp8parity.token_meta import TokenMeta
 from fp8parity.version_gates import version_problems
 from fp8parity_analysis import schema
@@ -49,16 +51,19 @@ RUNS_PER_DEVICE = "FP8PARITY_RUNS_PER_DEVICE"
 
 logger = logging.getLogger(__name__)
 
+Part = TypeVar("Part", bound=Frozen)
+
 
 @dataclass(frozen=True)
 class RunOrder:
-    """A run directory's order: what to train, on which tokens, how often to save."""
+    """A run directory's order: what to train, on which tokens, how often to save and to probe."""
 
     run_dir: Path
     run_id: str
     spec: RunSpec
     data_path: Path
     checkpoint_every: int
+    probe: ProbePlan
 
     @property
     def study_dir(self) -> Path | None:
@@ -73,19 +78,27 @@ def read_order(run_dir: Path) -> RunOrder:
     missing = [key for key in schema.SPEC_KEYS if key not in document]
     if missing:
         raise UsageError(f"{run_dir / schema.SPEC_FILE}: lacks the keys {missing}")
-    try:
-        spec = RunSpec.model_validate(document["spec"])
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise UsageError(f"{run_dir / schema.SPEC_FILE}: spec.{where}: {first['msg']}") from error
+    spec = _validated(run_dir, RunSpec, "spec", document["spec"])
     if not str(document["run_id"]).endswith(spec.hash()[:8]):
         raise UsageError(
             f"{run_dir / schema.SPEC_FILE}: run_id {document['run_id']} does not belong to this specification "
             f"(its hash begins {spec.hash()[:8]}); do not edit spec.json, change the recipe file"
         )
     data_path = run_dir / document["data_path"]
-    return RunOrder(run_dir, str(document["run_id"]), spec, data_path, int(document["checkpoint_every"]))
+    probe = _validated(run_dir, ProbePlan, "probe", document.get("probe", {}))
+    return RunOrder(
+        run_dir, str(document["run_id"]), spec, data_path, int(document["checkpoint_every"]), probe
+    )
+
+
+def _validated(run_dir: Path, model: type[Part], key: str, values: Any) -> Part:
+    """Read one part of `spec.json`; `UsageError` names its first wrong key."""
+    try:
+        return model.model_validate(values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, (key, *first["loc"])))
+        raise UsageError(f"{run_dir / schema.SPEC_FILE}: {where}: {first['msg']}") from error
 
 
 def resolve_device(spec: RunSpec) -> str:
@@ -141,6 +154,7 @@ class _Session:
     checkpointer: Checkpointer
     evaluator: HeldOutEvaluator
     proof: ProofBeforeTraining
+    probe: ProbeRecorder | None
     heartbeat: Heartbeat
     resume_from: Path | None
 
@@ -189,6 +203,7 @@ def _session(order: RunOrder, heartbeat: Heartbeat) -> _Session:
         Checkpointer(recorder, order.run_dir / schema.CHECKPOINT_DIR, order.checkpoint_every),
         HeldOutEvaluator(recorder, held_out),
         ProofBeforeTraining(spec, plan),
+        ProbeRecorder(recorder, plan, order.probe) if order.probe.due_steps(spec.train.steps) else None,
         heartbeat,
         resume_from,
     )
@@ -202,6 +217,7 @@ def _trainer(session: _Session) -> L.Trainer:
         session.recorder,
         session.evaluator,
         session.guard,
+        *([session.probe] if session.probe else []),
         session.checkpointer,
         StopOnSignal(session.checkpointer),
     ]
@@ -280,7 +296,8 @@ def _manifest(session: _Session, started: datetime, seconds: float) -> dict[str,
             "parameters": parameter_count(spec.model, session.module.vocab_rows),
             "vocab_rows": session.module.vocab_rows,
         },
-        "notes": [],
+        "notes": session.probe.notes if session.probe else [],
+        **({"alerts": session.probe.alerts} if session.probe else {}),
     }
 
 
