@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -133,15 +134,27 @@ def selftest(
     asked = [p for text in wanted for p in parse_subject(text)] if wanted else default_subjects()
     subjects = list(dict.fromkeys(asked))
     reports = []
-    for precision in subjects:
-        say(f"selftest: {precision.recipe} on {precision.backend}")
-        reports.append(_one(precision, device, quick=quick, compiled=compiled))
+    with _one_thread():
+        for precision in subjects:
+            say(f"selftest: {precision.recipe} on {precision.backend}")
+            reports.append(_one(precision, device, quick=quick, compiled=compiled))
     if all(r.status == "not_run" for r in reports):
         reasons = "\n".join(f"selftest: {r.label}: {r.reason}" for r in reports)
         raise UsageError(f"{reasons}\nselftest: nothing of what was asked for runs on this machine")
     found = environment.fingerprint(device.type)
     seconds = round(time.monotonic() - started, 2)
     return SelftestReport(device.type, found, quick, seconds, tuple(reports))
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Use one CPU thread: for matrices this small, threads of a busy machine wait for each other tenfold."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _one(precision: PrecisionSpec, device: torch.device, *, quick: bool, compiled: bool) -> SubjectReport:
