@@ -30,7 +30,7 @@ BASIS_WORDS: dict[Basis, str] = {
     "absolute": "needs no test",
     "tested": "tested over seeds",
     "moved": "early-warning rule",
-    "brief": "single probes, needs no test",
+    "brief": "minor, needs no test",
     "descriptive": "described only",
 }
 _TIERS: dict[Basis, int] = {"absolute": 0, "tested": 1, "moved": 1, "brief": 2, "descriptive": 3}

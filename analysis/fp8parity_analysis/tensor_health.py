@@ -19,12 +19,12 @@ from fp8parity_analysis.tensor_candidates import Candidate, candidates_of
 from fp8parity_analysis.tensor_moves import SignalScore, warnings_of
 from fp8parity_analysis.tensor_pictures import ArmPictures, pictures_of
 from fp8parity_analysis.tensor_reasons import (
-    absolute_reasons,
     described_reasons,
     moved_reasons,
     seed_levels,
     tested_reasons,
 )
+from fp8parity_analysis.tensor_reasons_absolute import absolute_reasons
 from fp8parity_analysis.tensor_screen import families_of
 from fp8parity_analysis.tensor_tests import FDR, MIN_DF, Method
 

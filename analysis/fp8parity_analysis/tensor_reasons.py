@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from fp8parity_analysis import report_format as fmt
-from fp8parity_analysis import tensor_absolute
 from fp8parity_analysis.tensor_candidates import Reason
 from fp8parity_analysis.tensor_onset import Onset, onset_of
 from fp8parity_analysis.tensor_panel import STATISTICS
@@ -17,9 +16,8 @@ from fp8parity_analysis.tensor_screen import JUMP_FLOOR, departures, envelope
 from fp8parity_analysis.tensor_tests import MIN_DF
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
-    from fp8parity_analysis.tensor_absolute import Hit
     from fp8parity_analysis.tensor_arm import ArmTensors
     from fp8parity_analysis.tensor_moves import Move
     from fp8parity_analysis.tensor_panel import FloatArray, Statistic, Tensor
@@ -27,96 +25,11 @@ if TYPE_CHECKING:
 
 Reasons = list[tuple["Tensor", Reason]]
 
-_WIDESPREAD = 0.5
-"""Share of the tensors that play one part beyond which a harmless kind of hit says nothing about any one of them."""
-_MIN_PEERS = 4
+_MIN_PEERS = 3
 _DESCRIBED_FLOORS, _DESCRIBED_SDS = 4.0, 6.0
 """Without a test a tensor is described when it differs by so many floors and so many robust sds of its peers."""
 _SAME, _OTHER = 0.5, 0.25
 """Share of the FP8 arm's movement that the BF16 arm must show to move too, and below which it stands still."""
-
-
-def absolute_reasons(arm: ArmTensors, loss_onsets: dict[int, int]) -> tuple[Reasons, list[str]]:
-    """Return the absolute findings of an arm, and a note for each that is usual for its kind of tensor."""
-    hits: dict[tuple[str, Tensor], dict[int, Hit]] = {}
-    also: dict[tuple[str, Tensor], set[int]] = {}
-    for seed in arm.seeds:
-        for panel in seed.test[:1]:
-            for hit in tensor_absolute.hits_of(panel, arm.recipe):
-                hits.setdefault((hit.rule.name, hit.tensor), {})[seed.seed] = hit
-        for panel in seed.control:
-            for hit in tensor_absolute.hits_of(panel, arm.recipe):
-                also.setdefault((hit.rule.name, hit.tensor), set()).add(seed.seed)
-    usual = _usual(arm, hits, also)
-    reasons = [
-        (tensor, _absolute(arm, by_seed, also.get((name, tensor), set()), loss_onsets))
-        for (name, tensor), by_seed in hits.items()
-        if (name, _part(tensor)) not in usual
-    ]
-    return reasons, [_usual_words(name, part, count) for (name, part), count in usual.items()]
-
-
-def _part(tensor: Tensor) -> tuple[str, str]:
-    return tensor.gemm, tensor.operand
-
-
-def _usual(
-    arm: ArmTensors, hits: Mapping[tuple[str, Tensor], object], also: Mapping[tuple[str, Tensor], set[int]]
-) -> dict[tuple[str, tuple[str, str]], int]:
-    """Return (rule, part) of hits that most tensors of that part have in both arms: zero rows of masked tokens, say."""
-    brief = {rule.name for rule in tensor_absolute.RULES if rule.brief}
-    counts: dict[tuple[str, tuple[str, str]], int] = {}
-    for name, tensor in hits:
-        if name in brief and (name, tensor) in also:
-            counts[(name, _part(tensor))] = counts.get((name, _part(tensor)), 0) + 1
-    sizes: dict[tuple[str, str], int] = {}
-    for tensor in arm.tensors:
-        sizes[_part(tensor)] = sizes.get(_part(tensor), 0) + 1
-    return {
-        (name, part): count
-        for (name, part), count in counts.items()
-        if count >= _MIN_PEERS and count > _WIDESPREAD * sizes[part]
-    }
-
-
-def _usual_words(name: str, part: tuple[str, str], count: int) -> str:
-    words = next(rule.words for rule in tensor_absolute.RULES if rule.name == name)
-    return f"{words}: {count} tensors of {part[1]} in {part[0]}, in both arms; a property of the model, no candidates"
-
-
-def _absolute(arm: ArmTensors, by_seed: Mapping[int, Hit], also: set[int], losses: dict[int, int]) -> Reason:
-    hit = next(iter(by_seed.values()))
-    rule = hit.rule
-    order = tensor_absolute.RULES.index(rule)
-    lasts = [item for item in by_seed.values() if item.lasts] if rule.brief else list(by_seed.values())
-    used = {seed: item for seed, item in by_seed.items() if item in lasts} or dict(by_seed)
-    values = [item.worst for item in used.values() if not math.isnan(item.worst)]
-    worst = (max(values) if rule.worst > 0 else min(values)) if values else math.nan
-    onset = onset_of([(seed, item.step, item.resolution) for seed, item in used.items()], losses)
-    share = max(item.share for item in used.values())
-    compared = any(seed.control and not seed.control[0].empty for seed in arm.seeds)
-    return Reason(
-        name=rule.name,
-        text=f"{rule.words}{_quoted(rule.name, worst)}, in {fmt.percent(share, 0, signed=False)} of the probes",
-        basis="absolute" if lasts else "brief",
-        cast_fault=rule.cast_fault,
-        order=order,
-        strength=share + (abs(worst) if math.isfinite(worst) else 0.0) * 1e-6,
-        seeds=len(used),
-        of=len(arm.seeds),
-        onset=onset,
-        in_bf16=(2 * len(also & set(used)) >= len(used)) if compared else None,
-    )
-
-
-def _quoted(name: str, worst: float) -> str:
-    if math.isnan(worst):
-        return ""
-    if name in ("format", "sqnr_bound"):
-        return f" (SQNR {fmt.number(worst, 1, signed=False)} dB)"
-    if name in ("underflow", "saturated"):
-        return f" ({fmt.number(100 * worst, 3 if worst < 0.001 else 1, signed=False)} % of the elements)"
-    return f" ({worst:.4g})"
 
 
 def tested_reasons(arm: ArmTensors, families: Sequence[Family], loss_onsets: dict[int, int]) -> Reasons:
@@ -274,7 +187,7 @@ def _far_from_peers(
     arm: ArmTensors, effect: FloatArray, statistic: Statistic
 ) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
     far = np.zeros(len(effect), dtype=np.bool_)
-    parts = np.array(["/".join(_part(tensor)) for tensor in arm.tensors])
+    parts = np.array([f"{tensor.gemm}/{tensor.operand}" for tensor in arm.tensors])
     for part in np.unique(parts):
         rows = np.flatnonzero(parts == part)
         values = effect[rows]
