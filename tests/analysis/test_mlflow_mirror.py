@@ -13,6 +13,7 @@ import sqlite3
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -450,3 +451,32 @@ def test_writing_leaves_the_garbage_collector_as_it_was(study: Path) -> None:
     before = gc.get_threshold()
     mirror(study)
     assert (gc.get_threshold(), gc.isenabled(), gc.get_freeze_count()) == (before, True, 0)
+
+
+def test_no_copying_process_outlives_a_killed_parent() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as deaf:
+        deaf.settimeout(120)
+        code = (
+            "from fp8parity_analysis import mlflow_mirror, mlflow_workers\n"
+            f"store = ('http://127.0.0.1:{deaf.getsockname()[1]}', 's', 'x')\n"
+            "mlflow_workers.in_processes(store, [[], []], mlflow_mirror.mirror_run)\n"
+        )
+        parent = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL)
+        held = [deaf.accept()[0] for _ in range(2)]  # both now wait for an answer that never comes
+        children = Path(f"/proc/{parent.pid}/task/{parent.pid}/children").read_text().split()
+        assert len(children) >= 2
+        parent.kill()
+        parent.wait()
+        deadline = time.monotonic() + 20  # far below MLflow's own patience
+        while any(alive(child) for child in children):
+            assert time.monotonic() < deadline, "a copying process goes on without its parent"
+            time.sleep(0.1)
+        for one in held:
+            one.close()
+
+
+def alive(pid: str) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False

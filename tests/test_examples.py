@@ -1,0 +1,55 @@
+"""The examples of a nightly: well formed, and what they call exists."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.main import get_command
+
+from fp8parity.cli import app
+
+ROOT = Path(__file__).parents[1]
+EXAMPLES = ROOT / "examples"
+
+
+@pytest.mark.parametrize("name", ["cron.txt", "nightly-workflow.yml", "nightly.sbatch"])
+def test_the_nightly_is_called_with_options_that_it_has(name: str) -> None:
+    text = (EXAMPLES / name).read_text(encoding="utf-8")
+    calls = re.findall(
+        r"fp8parity nightly (.*)", "\n".join(x for x in text.splitlines() if not x.startswith("#"))
+    )
+    assert len(calls) == 1
+    command = get_command(app).commands["nightly"]  # type: ignore[attr-defined]
+    known = {option for parameter in command.params for option in parameter.opts}
+    assert set(re.findall(r"--[a-z]+", calls[0])) <= known
+    assert "--history" in calls[0]
+
+
+def test_the_workflow_is_scheduled_on_a_gpu_runner_and_shows_the_summary_whatever_happens() -> None:
+    document = yaml.safe_load((EXAMPLES / "nightly-workflow.yml").read_text(encoding="utf-8"))
+    assert document[True]["schedule"]  # YAML reads the key `on` as true
+    (job,) = document["jobs"].values()
+    assert {"self-hosted", "gpu"} <= set(job["runs-on"])
+    shown = next(step for step in job["steps"] if "GITHUB_STEP_SUMMARY" in step.get("run", ""))
+    assert shown["if"] == "always()"
+
+
+def test_the_batch_script_is_valid_shell() -> None:
+    bash = shutil.which("bash")
+    if bash is None:
+        pytest.skip("needs bash")
+    subprocess.run([bash, "-n", str(EXAMPLES / "nightly.sbatch")], check=True)
+    text = (EXAMPLES / "nightly.sbatch").read_text(encoding="utf-8")
+    assert text.index("\nsbatch --begin") < text.index("\nsrun ")  # a failing night does not end the chain
+
+
+def test_the_crontab_line_has_five_fields_and_no_percent_sign() -> None:
+    lines = (EXAMPLES / "cron.txt").read_text(encoding="utf-8").splitlines()
+    (line,) = [x for x in lines if x and not x.startswith("#") and "=" not in x.split()[0]]
+    assert all(re.fullmatch(r"[\d*/,-]+", field) for field in line.split()[:5])
+    assert "%" not in line  # cron reads it as a newline
