@@ -86,6 +86,7 @@ def laid_out(tmp_path: Path, recipe: str, **train: Any) -> Path:
             },
         },
         "seeds": [0],
+        "runtime": {"checkpoint_every": steps},  # a checkpoint copies the losses first: none between the flushes
     }  # fmt: skip
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(document))
     dirs = study.lay_out(matrix.read(tmp_path / "recipe.yaml"), tmp_path / "out")
