@@ -213,9 +213,8 @@ def _log_ticks(axes: object, low: float, high: float) -> None:
     from matplotlib.axes import Axes
 
     assert isinstance(axes, Axes)
-    exponents = (
-        np.linspace(np.log10(low), np.log10(high), 5)[1:-1] if high / low < 30 else _decades(low, high)
-    )
+    whole = _decades(low, high)
+    exponents = whole if len(whole) > 2 else list(np.linspace(np.log10(low), np.log10(high), 5)[1:-1])
     ticks = [float(f"{10.0**exponent:.1e}") for exponent in exponents]
     axes.set_yticks(ticks)
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.2g}"))
