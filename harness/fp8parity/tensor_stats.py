@@ -164,6 +164,11 @@ def _has_triton() -> bool:
     return find_spec("triton") is not None
 
 
+def _square_sum(values: Tensor) -> Tensor:
+    flat = values.reshape(-1)
+    return torch.dot(flat, flat)
+
+
 def _values(x: Tensor, plan: CastPlan, scale: Tensor | None) -> Tensor:
     """Return `CastSums.values` of x [R, C], not empty, by the definitions above and in float64."""
     size = x.to(torch.float32).abs()
@@ -183,14 +188,14 @@ def _values(x: Tensor, plan: CastPlan, scale: Tensor | None) -> Tensor:
         (size == 0).sum(),
         (~finite).sum(),
         exact.sum(),
-        exact.square().sum(),
+        _square_sum(exact),
         under.sum(),
         (cast & (codes > 0) & (codes < tiny)).sum(),
         (cast & (scaled > plan.max_value * SATURATION_SLACK)).sum(),
         error.sum(),
-        error.square().sum(),
+        _square_sum(error),
         lost.sum(),
-        lost.square().sum(),
+        _square_sum(lost),
     )
     smallest = torch.where(exact > 0, exact, math.inf).amin()
     peaks = torch.stack((exact.amax(), -smallest))
