@@ -352,6 +352,11 @@ def items(options: argparse.Namespace, setting: Setting, report: Report) -> Iter
         yield f"{name} end", section.close, True
 
 
+def _shortened(text: str) -> str:
+    """Return begin and end of a long message: compilers say what went wrong at the end."""
+    return text if len(text) <= 1500 else f"{text[:500]} [...] {text[-1000:]}"
+
+
 def run(options: argparse.Namespace, setting: Setting, report: Report) -> None:
     """Measure item by item until done or out of time; one that fails does not end the others."""
     started = time.monotonic()
@@ -364,7 +369,7 @@ def run(options: argparse.Namespace, setting: Setting, report: Report) -> None:
         try:
             work()
         except Exception as error:  # an out-of-memory case must not cost the remaining rows
-            report.note("errors", f"{label}: {type(error).__name__}: {str(error).strip()[:500]}")
+            report.note("errors", f"{label}: {type(error).__name__}: {_shortened(str(error).strip())}")
         finally:
             free()
         if not always:
