@@ -31,7 +31,7 @@ from fp8parity.recipe_file import (
     set_dotted,
 )
 from fp8parity.shapes import ShapeProblem, linear_shapes, shape_problems
-from fp8parity.spec import ModelSpec, PrecisionSpec, RunSpec
+from fp8parity.spec import Frozen, ModelSpec, PrecisionSpec, RunSpec
 from fp8parity.token_meta import BYTE_VOCAB, read_meta
 from fp8parity.yaml_marks import KeyPath, MarkedYaml, load
 from fp8parity_analysis.criteria import Criteria
@@ -317,6 +317,7 @@ def _ordered_runs(recipe: RecipeFile, cells: Sequence[RunSpec]) -> tuple[Planned
     precision_keys = varying_within_recipes(cells)
     group_keys = varying(cells, precision=False)
     runs: dict[str, PlannedRun] = {}
+    fp8 = _fp8_arms(cells)
     null_seeds = sorted(
         {s for null in recipe.null if null.arm == "control" for s in (null.seeds or ())} - set(recipe.seeds)
     )
@@ -332,21 +333,29 @@ def _ordered_runs(recipe: RecipeFile, cells: Sequence[RunSpec]) -> tuple[Planned
                 planned += [_run(s, group, arm, "test") for s in (test, *_replicas(recipe, test, "test"))]
             for run in planned:
                 if run.run_id not in runs:
-                    runs[run.run_id] = _with_probe(recipe, run, cells)
+                    others = fp8.get(_shared_settings(run.spec), []) if run.spec.precision.is_bf16 else []
+                    runs[run.run_id] = _with_probe(recipe, run, others)
     order = {"control": 0, "null": 1, "test": 2}
     seeds = (*recipe.seeds, *null_seeds)
     return tuple(sorted(runs.values(), key=lambda r: (seeds.index(r.spec.seed), order[r.role])))
 
 
-def _with_probe(recipe: RecipeFile, run: PlannedRun, cells: Sequence[RunSpec]) -> PlannedRun:
+def _shared_settings(spec: RunSpec) -> tuple[Frozen, ...]:
+    """Return what the arms of one comparison share."""
+    return (spec.model, spec.data, spec.optim, spec.train)
+
+
+def _fp8_arms(cells: Sequence[RunSpec]) -> dict[tuple[Frozen, ...], list[PrecisionSpec]]:
+    """Return the FP8 arms' precisions by what they share with their control."""
+    found: dict[tuple[Frozen, ...], list[PrecisionSpec]] = {}
+    for cell in cells:
+        if not cell.precision.is_bf16:
+            found.setdefault(_shared_settings(cell), []).append(cell.precision)
+    return found
+
+
+def _with_probe(recipe: RecipeFile, run: PlannedRun, compared: Sequence[PrecisionSpec]) -> PlannedRun:
     """Return `run` with its probe; a BF16 arm tries by default the recipes of the FP8 arms it is compared with."""
-    own = run.spec
-    compared = [
-        cell.precision
-        for cell in cells
-        if own.precision.is_bf16 and not cell.precision.is_bf16
-        and (cell.model, cell.data, cell.optim, cell.train) == (own.model, own.data, own.optim, own.train)
-    ]  # fmt: skip
     sources = {precision.weight_cast_source for precision in compared}
     source = sources.pop() if len(sources) == 1 else "compute"
     arms = tuple(dict.fromkeys(precision.recipe for precision in compared))

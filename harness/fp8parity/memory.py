@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 from fp8parity.shapes import parameter_count
@@ -54,11 +53,6 @@ def _block_bytes_per_token(model: ModelSpec, *, compiled: bool, residual: int) -
     return (6 * residual + 20) * model.dim + 12 * kv + 8 * model.ffn_dim
 
 
-@lru_cache(maxsize=64)
-def _parameters(model: ModelSpec, vocab_rows: int) -> int:
-    return parameter_count(model, vocab_rows)
-
-
 def estimate(spec: RunSpec, vocab_rows: int) -> MemoryEstimate:
     """Return the estimate for one run whose embedding has `vocab_rows` rows.
 
@@ -74,6 +68,6 @@ def estimate(spec: RunSpec, vocab_rows: int) -> MemoryEstimate:
     # logits in bf16 and fp32, their gradient in both, and one fp32 copy of the softmax
     head = 14 * vocab_rows + 2 * residual * spec.model.dim
     return MemoryEstimate(
-        states=(18 if mixed else 8) * _parameters(spec.model, vocab_rows),
+        states=(18 if mixed else 8) * parameter_count(spec.model, vocab_rows),
         activations=spec.train.tokens_per_micro_batch * (blocks + head),
     )

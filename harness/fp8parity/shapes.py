@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from fp8parity.spec import FP8_DIM_MULTIPLE, ModelSpec
 
@@ -54,6 +55,7 @@ def _block_groups(model: ModelSpec, block: int) -> list[list[tuple[str, int, int
     ]
 
 
+@lru_cache(maxsize=64)
 def linear_shapes(model: ModelSpec, vocab_size: int) -> tuple[LinearShape, ...]:
     """Return every linear of the model in execution order, the head last.
 
@@ -71,6 +73,7 @@ def linear_shapes(model: ModelSpec, vocab_size: int) -> tuple[LinearShape, ...]:
     return tuple(shapes)
 
 
+@lru_cache(maxsize=64)
 def parameter_count(model: ModelSpec, vocab_size: int) -> int:
     """Return the number of parameters: linears, embedding and norms."""
     linears = sum(s.k * s.n for s in linear_shapes(model, vocab_size) if not (s.is_head and model.tied_head))

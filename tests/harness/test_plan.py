@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import cProfile
 import math
+from pathlib import Path
 
 import pytest
 
@@ -40,6 +42,23 @@ def test_order_controls_and_memory(write_recipe: WriteRecipe) -> None:
     assert "GiB (an estimate: parameters x 18 bytes" in words
     alone = plan_document(matrix.read(write_recipe({"axes": {"precision.recipe": ["rowwise"]}})))
     assert (alone["controls"], alone["shared_controls"], alone["hours"]) == (2, 0, None)
+
+
+def calls_for(path: Path) -> int:
+    """Return how many functions a plan calls: a measure of its work that no machine changes."""
+    profile = cProfile.Profile()
+    profile.runcall(lambda: plan_document(matrix.read(path)))
+    return sum(entry.callcount for entry in profile.getstats())
+
+
+def test_the_work_of_a_plan_grows_with_its_cells_and_no_faster(write_recipe: WriteRecipe) -> None:
+    def cells(count: int) -> Path:
+        rates = [1e-4 * (i + 1) for i in range(count)]
+        axes = {"precision.recipe": ["rowwise"], "optim.lr": rates}
+        return write_recipe({"axes": axes, "seeds": [0]}, f"cells{count}.yaml")
+
+    few, many = calls_for(cells(50)), calls_for(cells(400))
+    assert many < 10 * few  # 8 in proportion
 
 
 def test_memory_follows_what_is_kept(write_recipe: WriteRecipe) -> None:
