@@ -46,7 +46,7 @@ _IN_BF16 = {
     "cast": "a fault of the cast",
     "both": "yes: possible cause",
     "fp8": "no: possible consequence",
-    "unknown": "not recorded",
+    "unknown": "not settled",
 }
 _MAX_REASONS = 3
 _MANY_LAYERS = 100

@@ -24,7 +24,7 @@ ORIGIN_WORDS: dict[Origin, str] = {
     "cast": "the cast is not what the recipe declares",
     "both": "the BF16 arm's tensor does it too: possible cause",
     "fp8": "in the FP8 arm only: possible consequence",
-    "unknown": "no BF16 what-if cast to compare with",
+    "unknown": "whether the BF16 arm's tensor does it too is not settled",
 }
 BASIS_WORDS: dict[Basis, str] = {
     "absolute": "needs no test",
@@ -83,6 +83,11 @@ class Candidate:
         return self.leading.onset
 
     @property
+    def weight(self) -> tuple[float, ...]:
+        """What sorts candidates, of one arm or of several: least comes first."""
+        return _reason_key(self.leading)
+
+    @property
     def follow_up(self) -> str:
         """The run that would confirm it."""
         first = "check the cast, then run" if self.origin == "cast" else "run"
@@ -116,7 +121,7 @@ def candidates_of(reasons: Iterable[tuple[Tensor, Reason]]) -> tuple[Candidate, 
         for tensor, items in by_tensor.items()
         for ordered in [sorted(_without_echo(items), key=_reason_key)]
     ]
-    return tuple(sorted(found, key=lambda item: (_reason_key(item.leading), -_total(item.reasons))))
+    return tuple(sorted(found, key=lambda item: (item.weight, -_total(item.reasons))))
 
 
 def _without_echo(reasons: Sequence[Reason]) -> list[Reason]:

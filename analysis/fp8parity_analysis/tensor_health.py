@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from fp8parity_analysis.verdict import Evidence, Judgement
 
 _METHODS: dict[Method, str] = {"bh": "Benjamini-Hochberg", "by": "Benjamini-Yekutieli"}
+FEW_PROBES = 6
 LEVEL_COLUMNS = ("sqnr_db", "underflow_frac", "saturated_frac")
 
 
@@ -172,11 +173,18 @@ def arm_health(
         basis=_basis(arm, families, paired=paired, descriptive=descriptive, method=method),
         candidates=candidates,
         scores=scores,
-        notes=tuple(notes),
+        notes=(*notes, *_few_probes(arm)),
         problems=arm.problems,
         levels={name: seed_levels(arm, name) for name in LEVEL_COLUMNS},
         pictures=pictures_of(arm, [item.tensor for item in candidates]),
     )
+
+
+def _few_probes(arm: ArmTensors) -> list[str]:
+    if len(arm.steps) >= FEW_PROBES:
+        return []
+    probes = fmt.plural(len(arm.steps), "probe")
+    return [f"{probes}: too few to date anything or to tell a drift; probe.every sets the cadence"]
 
 
 def _basis(

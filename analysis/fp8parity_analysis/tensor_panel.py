@@ -167,7 +167,7 @@ STATISTICS: Mapping[str, Statistic] = {
         Statistic("saturated", 1, float(np.log(2.0)), "logit", "saturated share"),
         Statistic("sqnr", -1, 0.5, "dB", "SQNR"),
         Statistic("amax", 1, float(np.log(1.25)), "ln", "amax"),
-        Statistic("rms", 1, float(np.log(1.1)), "ln", "rms"),
+        Statistic("rms", 1, float(np.log(1.25)), "ln", "rms"),
         Statistic("scale", -1, float(np.log(1.25)), "ln", "scale"),
         Statistic("spread", 1, float(np.log(1.25)), "ln", "amax/rms"),
     )

@@ -33,11 +33,13 @@ def layers_of(arm: ArmHealth) -> tuple[str, ...]:
 
 
 def _first(health: TensorHealth) -> ArmHealth | None:
-    return next((item for item in health.arms if item.candidates), None)
+    """Return the arm whose first candidate weighs most."""
+    arms = [item for item in health.arms if item.candidates]
+    return min(arms, key=lambda item: item.candidates[0].weight) if arms else None
 
 
 def first_arm(health: TensorHealth) -> str:
-    """Return the name of the first arm with candidates, empty without one."""
+    """Return the name of the arm to follow up, empty without a candidate."""
     arm = _first(health)
     return arm.recipe if arm else ""
 
@@ -45,7 +47,7 @@ def first_arm(health: TensorHealth) -> str:
 def write_followup(
     study_dir: Path, health: TensorHealth, spec: Mapping[str, Any] | None, target: Path
 ) -> Path:
-    """Write a recipe file that reruns the first arm with candidates with their layers held in BF16; return its path.
+    """Write a recipe file that reruns the arm with the weightiest candidate, its layers in BF16; return its path.
 
     `spec` is the canonical RunSpec of a run of that arm. The file is checked as `fp8parity plan` would check it.
     Errors: `UsageError` when nothing is a candidate, or when nothing would be left in FP8.
