@@ -7,6 +7,8 @@ what it is anywhere in a run, an interruption.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import lightning as L
@@ -15,11 +17,27 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fp8parity.data import BatchPlan
+from fp8parity.model import DecoderLM
 from fp8parity.module import LMModule, MicroBatch
 from fp8parity.probe import GemmProbe, ProbeResult
 from fp8parity.probe_spec import ProbePlan
 from fp8parity.recorder import CurveRecorder
 from fp8parity.tensor_alerts import AlertWatch, lines
+
+
+@contextmanager
+def recomputing(decoder: DecoderLM) -> Iterator[None]:
+    """Let the blocks be recomputed in the backward pass, which changes memory and no number.
+
+    The compiler keeps fewer activations than the uncompiled pass of a probe, which would otherwise need more memory
+    than the training that it looks at.
+    """
+    before = decoder.activation_checkpointing
+    decoder.activation_checkpointing = True
+    try:
+        yield
+    finally:
+        decoder.activation_checkpointing = before
 
 
 class ProbeRecorder(L.Callback):
@@ -96,7 +114,8 @@ class ProbeRecorder(L.Callback):
 
         try:
             rows = torch.from_numpy(self.batches.rows(step - 1)).to(module.device)
-            return probe.run(step, step * train.tokens_per_step, rows.chunk(train.accumulate), loss_of)
+            with recomputing(module.decoder) if train.compile == "blocks" else nullcontext():
+                return probe.run(step, step * train.tokens_per_step, rows.chunk(train.accumulate), loss_of)
         except Exception as error:
             self._give_up(step, error)
             return None

@@ -19,10 +19,13 @@ from fp8parity import runner
 from fp8parity.errors import InterruptedRunError, UsageError
 from fp8parity.module import LMModule
 from fp8parity.probe import GemmProbe
+from fp8parity.probe_recorder import recomputing
 from fp8parity_analysis import schema
 from fp8parity_analysis import tensor_schema as ts
 from fp8parity_analysis.json_files import read_json, write_json
 from fp8parity_analysis.store import RunWriter, read_run
+
+from .tiny_decoder import decoder, loss_of, rows
 
 LayOut = Callable[..., dict[str, Path]]
 FP8 = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise", "blockwise_requant")
@@ -282,3 +285,12 @@ def test_a_spec_json_without_a_probe_is_not_probed(lay_out: LayOut) -> None:
     write_json(run_dir / schema.SPEC_FILE, document)
     assert "alerts" not in train(run_dir)
     assert not (run_dir / schema.TENSOR_STATS_DIR).exists()
+
+
+def test_recomputing_changes_memory_and_no_number() -> None:
+    model = decoder("rowwise")
+    plain = GemmProbe(model).run(1, 64, [rows()], loss_of(model))
+    with recomputing(model):
+        assert model.activation_checkpointing
+        assert GemmProbe(model).run(1, 64, [rows()], loss_of(model)) == plain
+    assert not model.activation_checkpointing
