@@ -135,7 +135,7 @@ class Launcher:
         """Decide what an exit code means: a result, an interruption, a mistake of the user's, or a fault."""
         result = _result_of(job.run_dir)
         if result is not None:  # also of a worker that was killed after it had written its manifest
-            job.outcome = result
+            job.outcome, job.reason = result, ""
             ledger_line(self.out, job.run_id, result, exit_code=code)
             self.ended.append(job)
             return

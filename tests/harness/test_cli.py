@@ -14,7 +14,8 @@ import pytest
 
 from fp8parity import runner, study_run
 from fp8parity.cli import app, main
-from fp8parity.launch import RunState
+from fp8parity.jobs import RunState
+from fp8parity.ledger import ledger_line
 from fp8parity_analysis import schema
 from fp8parity_analysis.store import read_run
 
@@ -133,6 +134,34 @@ def test_any_verdict_hides_every_gate_but_invalid(
     code, text, _ = call(capsys, "run", str(recipe), "--out", str(out), "--any-verdict")
     assert code == 12
     assert "init_digest" in text
+
+
+def test_a_run_without_a_result_says_why_everywhere(
+    write_recipe: WriteRecipe,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    reason = "fp8parity: the run would not execute what it declares: blocks.1.ffn.up_proj: no FP8 GEMM"
+
+    def control_only(out: Path, run_dirs: list[Path], **options: Any) -> list[RunState]:
+        control, test = run_dirs
+        states = train_in_process(out, [control])
+        facts = {"cause": "not_as_declared", "stage": "prove", "reason": reason}
+        ledger_line(out, test.name, "invalid", exit_code=12, **facts)
+        return [*states, RunState(test.name, "invalid", 0, 24, None, None, reason)]
+
+    monkeypatch.setattr(study_run, "launch", control_only)
+    tiny = {"seeds": [0], "null": None, "axes": {"precision.recipe": ["rowwise"]}}
+    out = tmp_path / "out"
+    code, text, _ = call(capsys, "run", str(write_recipe(tiny)), "--out", str(out), "--any-verdict")
+    assert code == 12
+    end = " ".join(text[text.index("report:") :].split())
+    assert re.search(r"invalid: \S*rowwise\S*: the run would not execute what it declares", end)
+    why = "not_as_declared in stage prove: the run would not execute what it declares: blocks.1.ffn.up_proj"
+    assert why in (out / schema.VERDICTS_FILE).read_text()
+    assert "would not execute what it declares" in (out / "summary.md").read_text()
+    assert "would not execute what it declares" in (out / schema.REPORT_FILE).read_text()
 
 
 def test_train_by_hand(write_recipe: WriteRecipe, tmp_path: Path, lay_out: Any) -> None:

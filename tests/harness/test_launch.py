@@ -108,6 +108,7 @@ def test_results_faults_and_mistakes(tmp_path: Path, study_with: Callable[..., l
     ]  # fmt: skip
     assert [attempts(d) for d in dirs] == [1, 1, 3, 2, 1, 2, 3, 1, 1]
     assert states["run2"].reason == "boom"
+    assert states["run3"].reason == ""  # it was killed once, and finished
     assert states["run4"].reason == "fp8parity: bad key"
     events = Counter((line["run_id"], line["event"]) for line in ledger(tmp_path))
     assert events["run2", "retry"] == 2
@@ -228,6 +229,25 @@ def test_finished_runs_are_skipped(tmp_path: Path, study_with: Callable[..., lis
     go(tmp_path, dirs)
     assert go(tmp_path, dirs) == {}
     assert [attempts(d) for d in dirs] == [1, 1]
+
+
+def test_only_what_is_new_of_a_larger_study_runs(
+    tmp_path: Path, study_with: Callable[..., list[Path]], lay_out: Callable[..., dict[str, Path]]
+) -> None:
+    study_with()
+
+    def run_all(changes: dict[str, Any]) -> set[str]:
+        dirs = lay_out(changes)
+        for path in dirs.values():
+            (path / "script.json").write_text(json.dumps([DONE]))
+        go(tmp_path / "study", list(dirs.values()))
+        assert all(attempts(path) == 1 for path in dirs.values())
+        return set(dirs)
+
+    first = run_all({"axes": {"precision.recipe": ["rowwise"]}, "null": None})
+    more_seeds = run_all({"axes": {"precision.recipe": ["rowwise"]}, "null": None, "seeds": [0, 1, 2]})
+    more_arms = run_all({"seeds": [0, 1, 2]})
+    assert first < more_seeds < more_arms
 
 
 def test_no_more_than_the_slots_run_at_once(tmp_path: Path, study_with: Callable[..., list[Path]]) -> None:
