@@ -45,7 +45,7 @@ class Browser:
         request = urllib.request.Request(
             self.address + path, data=data, headers={"Content-Type": "application/json"}
         )
-        with urllib.request.urlopen(request, timeout=60) as answer:
+        with urllib.request.urlopen(request, timeout=300) as answer:
             return json.load(answer)["value"]
 
     def open(self, url: str) -> None:
@@ -70,7 +70,7 @@ class Browser:
         features = [{"name": "prefers-color-scheme", "value": name}]
         self._cdp("Emulation.setEmulatedMedia", features=features)
 
-    def until(self, condition: Callable[[], Any], seconds: float = 60.0) -> Any:
+    def until(self, condition: Callable[[], Any], seconds: float = 300.0) -> Any:
         """Return the first true value of `condition`; fail with the page's text when time is up."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:

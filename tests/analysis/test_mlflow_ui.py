@@ -36,7 +36,12 @@ def study_of(tmp_path: Path) -> Path:
 
 def picture(page: Browser, name: str) -> None:
     if folder := os.environ.get("FP8PARITY_SCREENSHOTS"):
-        page.screenshot(Path(folder) / f"mlflow-{name}.png")
+        from PIL import Image
+
+        path = Path(folder) / f"mlflow-{name}.png"
+        page.screenshot(path)
+        with Image.open(path) as whole:  # without the assistant that MLflow opens on the right
+            whole.crop((0, 0, 1276, whole.height)).save(path, optimize=True)
 
 
 @pytest.mark.skipif(bool(missing()), reason=f"needs {missing()}")
