@@ -93,7 +93,7 @@ def contrasts_table(judgement: Judgement) -> Table | None:
         notes=(
             *notes,
             "A recipe that passes beside one that does not is no evidence that they differ: this table is.",
-            f"Intervals {level(judgement.criteria.alpha)}; p two-sided, uncorrected for the number of rows.",
+            f"Intervals {level(judgement.criteria.alpha)}; p two-sided, {_correction(judgement)}.",
         ),
     )
 
@@ -103,6 +103,12 @@ def _shown(contrasts: Sequence[Contrast]) -> list[Contrast]:
     ranked = sorted(contrasts, key=lambda item: 2.0 if item.p is None else item.p)
     kept = {id(item) for item in ranked[:MAX_CONTRASTS]}
     return [item for item in contrasts if id(item) in kept]
+
+
+def _correction(judgement: Judgement) -> str:
+    return (
+        "Holm-adjusted" if judgement.criteria.correction == "holm" else "uncorrected for the number of rows"
+    )
 
 
 def _contrast_row(item: Contrast, digits: int) -> tuple[str, ...]:
