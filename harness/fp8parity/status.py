@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -142,6 +143,17 @@ def _alerts(
     return found
 
 
+def _took(own: Sequence[Entry], manifest: Entry | None) -> float | None:
+    """Return the seconds of an ended run's last worker, its interpreter's start included where the ledger has both."""
+    if manifest is None:
+        return None
+    times = {str(entry.get("event")): str(entry.get("time")) for entry in own}
+    with contextlib.suppress(KeyError, ValueError):
+        begun, ended = (datetime.fromisoformat(times[e]) for e in ("started", str(manifest.get("status"))))
+        return (ended - begun).total_seconds()
+    return _finite(manifest.get("wall_seconds"))
+
+
 def _run(run_dir: Path, own: Sequence[tuple[int, Entry]], launch: _Launch) -> RunStatus:
     document = read_json(run_dir / schema.SPEC_FILE)
     train: Entry = document["spec"]["train"]
@@ -175,14 +187,14 @@ def _run(run_dir: Path, own: Sequence[tuple[int, Entry]], launch: _Launch) -> Ru
         silent_s=silent if running else None,
         reason="" if manifest or running else str(last.get("reason", "")),
         alerts=tuple(_alerts(manifest, row, lines, silent if running else None)),
-        wall_s=_finite(manifest.get("wall_seconds")) if manifest else None,
+        wall_s=_took(lines, manifest),
     )
 
 
 def _study_eta(runs: Sequence[RunStatus], slots: int) -> float | None:
     """Return the seconds to the end: what runs has its own pace, what waits the median of its arm's ended runs.
 
-    The slots share the work evenly; interpreter starts and evaluations of running runs are left out.
+    The slots share the work evenly; what running runs evaluate is left out.
     """
     walls: dict[str, list[float]] = {}
     for run in runs:

@@ -114,6 +114,15 @@ def test_every_state_beside_a_living_launcher(tmp_path: Path) -> None:
     json.dumps(document, allow_nan=False)
 
 
+def test_what_waits_is_expected_to_take_what_others_took(tmp_path: Path) -> None:
+    dirs = study_of(tmp_path, ["done", "waits"])
+    launched(tmp_path, me(), slots=1)
+    for event, at in (("started", "2026-01-01T00:00:00+00:00"), ("finished", "2026-01-01T00:01:10+00:00")):
+        ledger_line(tmp_path, "done", event, time=at)
+    finish(dirs["done"])  # 50 s by its own clock, which began after the imports
+    assert study_status(tmp_path)["eta_s"] == pytest.approx(70)
+
+
 def test_what_a_dead_launcher_left(tmp_path: Path) -> None:
     dirs = study_of(tmp_path, ["killed", "stopped", "retried", "untouched", "outlives"])
     launched(tmp_path, GONE)
