@@ -210,9 +210,8 @@ def _basis(
         f"{fmt.percent(FDR, 0, signed=False)} of what is flagged is false on average ({_METHODS[method]})."
     )
     if quiet:
-        words.append(
-            f" In {quiet} families the null pairs are too quiet to be the noise of a pair: not pooled."
-        )
+        places = "1 family" if quiet == 1 else f"{quiet} families"
+        words.append(f" In {places} the null pairs are too quiet to be the noise of a pair: not pooled.")
     if arm.n_nulls and not arm.matched:
         words.append(
             f" {nulls.capitalize()} {'is' if arm.n_nulls == 1 else 'are'} not declared as matched and not pooled."

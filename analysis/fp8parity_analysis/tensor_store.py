@@ -115,7 +115,7 @@ def _dtype(name: str) -> str:
 
 def _part(path: Path, columns: Sequence[str]) -> pa.Table:
     """Return the wanted columns of one part; `ValueError` says what is wrong with it."""
-    with pq.ParquetFile(path) as file:
+    with pq.ParquetFile(path, pre_buffer=False) as file:  # local files: buffering only costs
         stored = file.schema_arrow
         stated = (stored.metadata or {}).get(ts.METADATA_KEY)
         if stated != str(ts.TENSOR_SCHEMA_VERSION).encode():
@@ -131,8 +131,8 @@ def _part(path: Path, columns: Sequence[str]) -> pa.Table:
 def _typed(table: pa.Table, columns: Sequence[str]) -> pa.Table:
     """Return the table with the types of the contract, so that parts join whatever wrote them."""
     target = _target(tuple(columns))
-    if table.num_rows and any(table[name].null_count for name in columns if _dtype(name) == "int64"):
-        raise ValueError("holds a step or a count that is missing")
+    if table.num_rows and table["step"].null_count:
+        raise ValueError("holds a row without its step")
     table = table.replace_schema_metadata(None)
     return table if table.schema.equals(target) else table.select(list(columns)).cast(target)
 
