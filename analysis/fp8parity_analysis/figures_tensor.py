@@ -200,7 +200,6 @@ def amax_panel(panel: AmaxPanel, key: str, label: str) -> str:
         pad = max(float(high / low), 1.5) ** 0.08
         axes.set_ylim(float(low) / pad, float(high) * pad)
         _log_ticks(axes, float(low) / pad, float(high) * pad)
-    axes.set_ylabel("amax", color=colour("muted"), fontsize=TEXT)
     axes.set_xlim(0, max(1.0, float(panel.steps[-1]) if len(panel.steps) else 1.0))
     axes.xaxis.set_major_locator(MaxNLocator(nbins=5, integer=True))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
