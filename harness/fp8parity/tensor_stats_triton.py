@@ -151,8 +151,8 @@ def _cast_kernel(
     under = nonzero & (scaled <= nothing_below[:, None])
     subnormal = nonzero & (under == 0) & (scaled < normal_from[:, None])
     code = tl.where(live[:, None], _rounded(tl.minimum(scaled, LARGEST), TINY, MANTISSA), 0.0)
-    # squares of what a stale scale sends far beyond the range stay finite
-    error = tl.abs(tl.minimum(scaled, 1e15) - code)
+    # what a stale scale sends far beyond the range: 128 squares of it in a row stay finite
+    error = tl.abs(tl.minimum(scaled, 1e18) - code)
     lost = tl.where(under, scaled, 0.0)
     back = 1.0 / factor.to(tl.float64)
     part = part_ptr + program.to(tl.int64) * 7

@@ -77,7 +77,7 @@ def test_degenerate_input(plan: CastPlan) -> None:
 
 def test_a_stale_scale() -> None:
     x = spread(300, 200).cuda().bfloat16()
-    for value in (50.0, 1e-6, 1e12):
+    for value in (50.0, 1e-6, 1e8):
         assert_equal(x, CastPlan("e4m3fn", "tensor"), torch.tensor(value, device="cuda"))
 
 
