@@ -3,7 +3,7 @@
     python benchmarks/launcher_faults.py [--seeds 12] [--kills 5] [--hang-after 90] [--json FILE]
 
 60 tiny runs in two slots on a CPU. Faults are planted from outside: a `sitecustomize` on the workers' PYTHONPATH
-strikes once it has seen some steps (SIGKILL, SIGTERM, raised error, hang, CUDA's out-of-memory error, a truncated
+strikes at some step (SIGKILL, SIGTERM, raised error, hang, CUDA's out-of-memory error, a truncated
 checkpoint with SIGKILL, a full disk), or in the interpreter's start. Meanwhile the launcher is killed, and a second one
 tried on the same directory. The same runs trained one after the other without a fault are the reference.
 """
@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -98,17 +98,16 @@ def strike(kind, run_dir):
 def install(folder, run_dir):
     planned = json.loads((folder / "plan.json").read_text()).get(run_dir.name, [])
     left = [(i, f) for i, f in enumerate(planned) if not (folder / f"{run_dir.name}.{i}").exists()]
-    number, fault = left[0] if left else (-1, {"kind": "", "rows": 0})
+    number, fault = left[0] if left else (-1, {"kind": "", "step": 0})
     struck = folder / f"{run_dir.name}.{number}"
     if fault["kind"] == "kill_at_import":
         struck.touch()
         os.kill(os.getpid(), signal.SIGKILL)
     from fp8parity_analysis.store import RunWriter
-    append, seen = RunWriter.append_curve, [0]
+    append = RunWriter.append_curve
     def watched(self, rows):
         rows = list(rows)
-        seen[0] += len(rows)
-        due = fault["kind"] and seen[0] >= fault["rows"] and not struck.exists()
+        due = fault["kind"] and rows[-1]["step"] >= fault["step"] and not struck.exists()
         if not due or fault["kind"] != "full_disk":
             append(self, rows)
             with (folder / "trained.jsonl").open("a") as log:
@@ -153,11 +152,12 @@ class Outcome:
 
 
 def draw_faults(
-    runs: Sequence[str], counts: Mapping[str, int], rng: random.Random
+    runs: Sequence[str], counts: Mapping[str, int], rng: random.Random, short: Collection[str] = ()
 ) -> dict[str, list[dict[str, Any]]]:
     """Return the faults of each run, in the order they strike; some runs get two, lasting ones stand alone.
 
     Full disks come first and lasting faults last in the order of the study: either is met in as few launches as can be.
+    `short` are runs that end at step 10.
     """
     once = [
         kind for kind, number in counts.items() for _ in range(number) if kind not in (*LASTING, "full_disk")
@@ -166,13 +166,14 @@ def draw_faults(
     lasting = [kind for kind in LASTING for _ in range(counts.get(kind, 0))]
     plan: dict[str, list[dict[str, Any]]] = {run: [] for run in runs}
     for run, kind in zip(reversed(runs), lasting, strict=False):
-        plan[run].append({"kind": kind, "rows": 10, "lasts": True})
+        plan[run].append({"kind": kind, "step": 1, "lasts": True})
     for run, kind in zip(runs, ["full_disk"] * counts.get("full_disk", 0), strict=False):
-        plan[run].append({"kind": kind, "rows": 10, "lasts": False})
+        plan[run].append({"kind": kind, "step": 10, "lasts": False})
     free = [run for run in runs if not (plan[run] and plan[run][0]["lasts"])]
     rng.shuffle(free)
     for run, kind in zip(free * 2, once, strict=False):
-        plan[run].append({"kind": kind, "rows": rng.choice((10, 20)), "lasts": False})
+        step = 10 if run in short else rng.choice((10, 20))
+        plan[run].append({"kind": kind, "step": step, "lasts": False})
     return {run: faults for run, faults in plan.items() if faults}
 
 
@@ -327,8 +328,9 @@ def campaign(
 ) -> Outcome:
     """Train a study with and without faults below `folder` and compare."""
     recipe = write_study(folder, corpus, seeds, diverging=diverging)
-    runs = [run.run_id for run in matrix.read(recipe).runs]
-    plan = draw_faults(runs, counts, random.Random(0))
+    planned = matrix.read(recipe).runs
+    short = {run.run_id for run in planned if run.spec.optim.lr == DIVERGING["optim.lr"]}
+    plan = draw_faults([run.run_id for run in planned], counts, random.Random(0), short)
     found = Outcome(load_before_and_after=[round(os.getloadavg()[0], 1)])
     start = time.monotonic()
     train_reference(recipe, folder / "reference")

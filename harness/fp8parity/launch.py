@@ -197,7 +197,8 @@ class Launcher:
             time.sleep(POLL_SECONDS)
         for job in self.running:
             job.kill()
-            ledger_line(self.out, job.run_id, "killed", reason=f"did not stop within {GRACE_SECONDS:.0f} s")
+            words = f"did not stop within {GRACE_SECONDS:.0f} s of being asked"
+            self._record(job, "killed", -signal.SIGKILL, Fault("hung", stage_of(job.run_dir), words))
 
 
 def _result_of(run_dir: Path) -> str | None:

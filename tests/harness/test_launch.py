@@ -34,6 +34,9 @@ if action.get("wait_for_term"):
     (run_dir / "ready").touch()
     while True:
         signal.pause()
+if action.get("deaf"):
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    (run_dir / "ready").touch()
 if action.get("hang"):
     (run_dir / "heartbeat.json").write_text(json.dumps({"stage": "train"}))
     while True:
@@ -295,6 +298,27 @@ def test_a_signal_stops_the_workers_and_asks_to_resume(
     assert [attempts(d) for d in dirs] == [1, 0, 0]
     assert ledger(tmp_path)[-1]["event"] == "interrupted"
     assert [s.state for s in go(tmp_path, dirs).values()] == ["finished"] * 3
+
+
+def test_a_worker_that_does_not_stop_is_killed(
+    tmp_path: Path, study_with: Callable[..., list[Path]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "GRACE_SECONDS", 0.5)
+    dirs = study_with([{"deaf": True, "hang": True}])
+
+    def when_ready() -> None:
+        deadline = time.monotonic() + 60
+        while not (dirs[0] / "heartbeat.json").exists() and time.monotonic() < deadline:
+            threading.Event().wait(0.05)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    thread = threading.Thread(target=when_ready)
+    thread.start()
+    with pytest.raises(InterruptedRunError):
+        go(tmp_path, dirs)
+    thread.join()
+    last = ledger(tmp_path)[-1]
+    assert (last["event"], last["cause"], last["stage"]) == ("killed", "hung", "train")
 
 
 def test_the_runs_of_a_study_share_compile_caches_of_their_own(
