@@ -172,7 +172,8 @@ def draw_faults(
     free = [run for run in runs if not (plan[run] and plan[run][0]["lasts"])]
     rng.shuffle(free)
     for run, kind in zip(free * 2, once, strict=False):
-        step = 10 if run in short else rng.choice((10, 20))
+        # asked to stop at its last step a run ends instead, which is no fault
+        step = (5 if kind == "sigterm" else 10) if run in short else rng.choice((10, 20))
         plan[run].append({"kind": kind, "step": step, "lasts": False})
     return {run: faults for run, faults in plan.items() if faults}
 

@@ -29,7 +29,7 @@ def test_every_run_ends_in_its_right_state_with_its_own_curve(
     monkeypatch.setitem(faults.RECIPE, "axes", {"precision.recipe": ["rowwise"]})
     # a CI machine may be slow: hangs are tested with stand-in workers in test_launch.py
     monkeypatch.setitem(faults.RECIPE, "runtime", {**faults.RECIPE["runtime"], "hang_after_s": 900.0})
-    counts = {"truncate": 1, "memory": 1, "full_disk": 1}
+    counts = {"truncate": 1, "full_disk": 1}
     found = faults.campaign(tmp_path, corpus, seeds=1, counts=counts, kills=[1], diverging=False)
     assert found.wrong == []
     assert found.states == {"finished": 2}
