@@ -10,7 +10,7 @@ import numpy as np
 
 from fp8parity_analysis import gap as gaps
 from fp8parity_analysis.arms import series_of
-from fp8parity_analysis.curves import RunCurve, Series
+from fp8parity_analysis.curves import IntArray, RunCurve, Series
 from fp8parity_analysis.schema import Status
 
 if TYPE_CHECKING:
@@ -106,23 +106,22 @@ def truncated(
     """
     runs = [run for seed in seeds for run in (*control[seed], *(test[seed] if seed not in diverged else ()))]
     longest = max(run.last_step for run in runs)
+    ends = [(run, _steps_of(series_of(run, criteria))) for run in runs]
     return tuple(
-        f"{run.label} ends at step {series.steps[-1] if series is not None and len(series.steps) else 0} of {longest}"
-        for run in runs
-        if _is_short(series := series_of(run, criteria), longest)
+        f"{run.label} ends at step {int(steps[-1]) if len(steps) else 0} of {longest}"
+        for run, steps in ends
+        if ends_early(steps, longest)
     )
 
 
-def ends_early(last: int, cadence: int, longest: int) -> bool:
-    """Return whether a series that ends at `last`, evaluated every `cadence` steps, misses the end of the run."""
-    return last < LENGTH_FRAC * longest and last + cadence <= longest
+def _steps_of(series: Series | None) -> IntArray:
+    return np.zeros(0, np.int64) if series is None else series.steps
 
 
-def _is_short(series: Series | None, longest: int) -> bool:
-    if series is None or not len(series.steps):
-        return ends_early(0, 1, longest)
-    last = int(series.steps[-1])
+def ends_early(steps: IntArray, longest: int) -> bool:
+    """Return whether evaluations at `steps` [K] end 2 % of a run and one usual distance before it does."""
+    last = int(steps[-1]) if len(steps) else 0
     if last >= LENGTH_FRAC * longest:
         return False
-    cadence = int(np.median(np.diff(series.steps))) if len(series.steps) > 1 else 1
-    return ends_early(last, cadence, longest)
+    cadence = int(np.median(np.diff(steps))) if len(steps) > 1 else 1
+    return last + cadence <= longest

@@ -121,8 +121,7 @@ def _joined(
     if not len(steps):
         return _nothing(arm, ("the runs have no evaluation step in common",), warnings, seeds)
     longest = max(run.last_step for run in whole)
-    cadence = int(np.median(np.diff(steps))) if len(steps) > 1 else 1
-    if health.ends_early(int(steps[-1]), cadence, longest):
+    if health.ends_early(steps, longest):
         text = f"the evaluations that all runs share end at step {int(steps[-1])} of {longest}"
         if not criteria.allow_prefix:
             return _nothing(arm, (text,), warnings, seeds)

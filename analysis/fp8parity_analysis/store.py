@@ -78,20 +78,13 @@ def _complete_rows(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in whole.splitlines() if line]
 
 
-_TEXT_COLUMNS = ("fqn", "gemm", "operand", "recipe", "kind", "format", "granularity", "signal")
-
-
 def _write_part(path: Path, rows: Iterable[Mapping[str, Any]], columns: tuple[str, ...]) -> None:
     import pyarrow as pa  # takes a moment, and most that import this module read no Parquet
     import pyarrow.parquet as pq
 
-    counts = ("step", "tokens", *tensor_schema.COUNT_COLUMNS)
-    kinds = {**dict.fromkeys(_TEXT_COLUMNS, pa.string()), **dict.fromkeys(counts, pa.int64())}
-    fields = [pa.field(name, kinds.get(name, pa.float64())) for name in columns]
     version = str(tensor_schema.TENSOR_SCHEMA_VERSION).encode()
-    table = pa.Table.from_pylist(
-        [dict(row) for row in rows], pa.schema(fields, metadata={tensor_schema.METADATA_KEY: version})
-    )
+    stated = tensor_schema.arrow_schema(columns).with_metadata({tensor_schema.METADATA_KEY: version})
+    table = pa.Table.from_pylist([dict(row) for row in rows], stated)
     temporary = path.with_name(f".{path.name}.tmp")
     pq.write_table(table, temporary)
     os.replace(temporary, path)

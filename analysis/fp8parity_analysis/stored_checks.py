@@ -11,6 +11,7 @@ import pandas as pd
 from fp8parity_analysis import schema
 from fp8parity_analysis.errors import BadInputError
 from fp8parity_analysis.schema import Role, Status
+from fp8parity_analysis.table import whole_numbers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -18,8 +19,6 @@ if TYPE_CHECKING:
 
 _WHOLE_COLUMNS = ("step",)
 _NUMBER_COLUMNS = ("tokens", "train_loss", "grad_norm", "lr", "step_time", "loss")
-_LARGEST = 2**53
-"""Steps beyond this are not exact in a float64 column."""
 
 
 def _is_whole(value: Any) -> bool:
@@ -137,12 +136,7 @@ def _numbers(path: Path, name: str, column: pd.Series[Any]) -> pd.Series[Any]:
 
 
 def _whole(path: Path, name: str, column: pd.Series[Any]) -> pd.Series[Any]:
-    if pd.api.types.is_integer_dtype(column.dtype) and not column.hasnans:
-        return column
-    values = _numbers(path, name, column).to_numpy(dtype=np.float64, na_value=np.nan)
-    with np.errstate(invalid="ignore"):
-        whole = np.isfinite(values) & (values == np.round(values)) & (np.abs(values) < _LARGEST)
-    if not whole.all():
-        row = int(np.flatnonzero(~whole)[0])
-        raise BadInputError(f"{path}: {name} in row {row + 1} holds {column.iloc[row]!r}, not a whole number")
-    return pd.Series(values.astype(np.int64), index=column.index)
+    numbers, bad = whole_numbers(_numbers(path, name, column))
+    if bad is not None:
+        raise BadInputError(f"{path}: {name} in row {bad + 1} holds {column.iloc[bad]!r}, not a whole number")
+    return pd.Series(numbers, index=column.index)

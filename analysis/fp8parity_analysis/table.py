@@ -186,19 +186,24 @@ def _texts(table: pd.DataFrame, name: str, default: str) -> tuple[IntArray, list
 
 def _whole(table: pd.DataFrame, name: str) -> IntArray:
     """Return a column as whole numbers; `BadInputError` names the first row that holds none."""
-    column = table[name]
+    numbers, bad = whole_numbers(table[name])
+    if bad is not None:
+        raise BadInputError(f"{name}: row {bad + 1} holds {table[name].iloc[bad]!r}, not a whole number")
+    return numbers
+
+
+def whole_numbers(column: pd.Series[Any]) -> tuple[IntArray, int | None]:
+    """Return a column as whole numbers, and the first row (from 0) that holds none; the numbers are void then."""
     if pd.api.types.is_integer_dtype(column.dtype) and not column.hasnans:
-        return column.to_numpy(dtype=np.int64)
+        return column.to_numpy(dtype=np.int64), None
     numbers = pd.to_numeric(column, errors="coerce").to_numpy(dtype=np.float64, na_value=np.nan)
     with np.errstate(invalid="ignore"):
         bad = np.flatnonzero(
             ~(np.isfinite(numbers) & (numbers == np.round(numbers)) & (np.abs(numbers) < _LARGEST))
         )
     if len(bad):
-        raise BadInputError(
-            f"{name}: row {int(bad[0]) + 1} holds {column.iloc[bad[0]]!r}, not a whole number"
-        )
-    return numbers.astype(np.int64)
+        return np.zeros(0, np.int64), int(bad[0])
+    return numbers.astype(np.int64), None
 
 
 def _loss(table: pd.DataFrame) -> FloatArray:

@@ -8,6 +8,11 @@ be read after a kill; rows of a step that a resumed run trains again appear once
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
 TENSOR_SCHEMA_VERSION = 1
 METADATA_KEY = b"fp8parity.tensor_schema_version"
 
@@ -62,5 +67,17 @@ SIGNAL_COLUMNS = ("step", "tokens", "signal", "fqn", "value")
 SIGNALS = ("head_logits_max", "head_logsumexp_mean", "attention_logits_max", "block_output_rms", "grad_norm")
 """`fqn` is the module the signal belongs to; `grad_norm` is the L2 norm of that linear's weight gradient."""
 
+TEXT_COLUMNS = ("fqn", "gemm", "operand", "recipe", "kind", "format", "granularity", "signal")
+WHOLE_COLUMNS = ("step", "tokens", *COUNT_COLUMNS)
+"""Columns that hold text, and int64; all others hold float64."""
+
 ALERT_KEYS = ("step", "rule", "fqn", "gemm", "operand", "value", "limit")
 """Keys of one entry of the manifest's `alerts`."""
+
+
+def arrow_schema(columns: Sequence[str]) -> Any:
+    """Return the `pyarrow.Schema` of `columns`, with which parts are written and read."""
+    import pyarrow as pa  # takes a moment, and most that import this module read no Parquet
+
+    kinds = {**dict.fromkeys(TEXT_COLUMNS, pa.string()), **dict.fromkeys(WHOLE_COLUMNS, pa.int64())}
+    return pa.schema([pa.field(name, kinds.get(name, pa.float64())) for name in columns])

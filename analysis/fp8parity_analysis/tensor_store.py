@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-_TEXT = ("fqn", "gemm", "operand", "recipe", "kind", "format", "granularity", "signal")
 _CAST_KEY = ["step", "fqn", "gemm", "operand", "recipe", "kind"]
 _SIGNAL_KEY = ["step", "signal", "fqn"]
 _MAX_PROBLEMS = 5
@@ -108,9 +107,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _dtype(name: str) -> str:
-    return (
-        "object" if name in _TEXT else "int64" if name in ("step", "tokens", *ts.COUNT_COLUMNS) else "float64"
-    )
+    return "object" if name in ts.TEXT_COLUMNS else "int64" if name in ts.WHOLE_COLUMNS else "float64"
 
 
 def _part(path: Path, columns: Sequence[str]) -> pa.Table:
@@ -139,8 +136,7 @@ def _typed(table: pa.Table, columns: Sequence[str]) -> pa.Table:
 
 @lru_cache(maxsize=8)
 def _target(columns: tuple[str, ...]) -> pa.Schema:
-    kinds = {"object": pa.string(), "int64": pa.int64(), "float64": pa.float64()}
-    return pa.schema([pa.field(name, kinds[_dtype(name)]) for name in columns])
+    return ts.arrow_schema(columns)
 
 
 def steps_of(table: pd.DataFrame) -> np.ndarray[tuple[int], np.dtype[np.int64]]:

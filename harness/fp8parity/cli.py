@@ -166,12 +166,11 @@ def judge(
     judgement = judge_paths(
         sources,
         {
-            **(noise_of_study(noise_from) if noise_from is not None else {}),
             "margin": margin,
             "confidence": confidence,
             "endpoint": endpoint,
             "eval_precision": eval_precision,
-            **({"noise_sd": noise_sd} if noise_sd is not None else {}),
+            **({"noise_sd": noise_sd} if noise_from is None else noise_of_study(noise_from)),
             "null_matched": null_matched or None,
             "correction": "holm" if holm else None,
             "speedup": speedup,

@@ -14,9 +14,15 @@ def visible_gpus() -> list[str]:
     """Return the GPU indices that nvidia-smi lists, or those that CUDA_VISIBLE_DEVICES leaves; no torch needed."""
     if "CUDA_VISIBLE_DEVICES" in os.environ:
         return [name for name in os.environ["CUDA_VISIBLE_DEVICES"].split(",") if name.strip()]
+    return query_gpus("index")
+
+
+def query_gpus(fields: str, gpus: Sequence[str] = ()) -> list[str]:
+    """Return what nvidia-smi says of `fields`, a line without units per GPU (all, or `gpus`); empty where it cannot."""
     if shutil.which("nvidia-smi") is None:
         return []
-    command = ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"]
+    command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
+    command += ["-i", ",".join(gpus)] if gpus else []
     found = subprocess.run(command, capture_output=True, text=True, check=False)
     return (
         [line.strip() for line in found.stdout.splitlines() if line.strip()] if found.returncode == 0 else []
@@ -43,18 +49,9 @@ def device_memory(gpus: Sequence[str]) -> int | None:
 
 
 def _smallest_gpu(gpus: Sequence[str]) -> int | None:
-    command = [
-        "nvidia-smi",
-        "--query-gpu=memory.total",
-        "--format=csv,noheader,nounits",
-        "-i",
-        ",".join(gpus),
-    ]
-    try:
-        found = subprocess.run(command, capture_output=True, text=True, check=True)
-        return min(int(line) for line in found.stdout.split()) * 2**20
-    except (OSError, subprocess.CalledProcessError, ValueError):
-        return None
+    with contextlib.suppress(ValueError):  # nothing said, or no number
+        return min(int(line) for line in query_gpus("memory.total", gpus)) * 2**20
+    return None
 
 
 def _host_memory() -> int | None:

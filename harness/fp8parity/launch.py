@@ -41,6 +41,7 @@ The study's own, since torch's keys know nothing of the patch that every worker 
 common folder a worker would find code that an unpatched process compiled from the same graph.
 """
 
+
 POLL_SECONDS = 0.2
 GRACE_SECONDS = 60.0
 
@@ -51,6 +52,12 @@ _OUTCOME_OF_CAUSE = {
     "full_disk": "interrupted",
     "terminated": "interrupted",
 }
+
+
+def compile_caches(out: Path) -> dict[str, str]:
+    """Return the environment that puts compile caches into the study `out`, unless the user has set them."""
+    folder = out.resolve() / COMPILE_CACHE_DIR
+    return {name: os.environ.get(name) or str(folder / part) for name, part in COMPILE_CACHES.items()}
 
 
 @dataclass
@@ -82,10 +89,7 @@ class Launcher:
         sharing = -(-self.slots // max(1, len(self.gpus) or self.slots))
         extra["FP8PARITY_RUNS_PER_DEVICE"] = str(sharing)
         extra[PARENT_PID] = str(os.getpid())
-        caches = self.out.resolve() / COMPILE_CACHE_DIR
-        extra |= {
-            name: os.environ.get(name) or str(caches / folder) for name, folder in COMPILE_CACHES.items()
-        }
+        extra |= compile_caches(self.out)
         if self.gpus:
             extra["CUDA_VISIBLE_DEVICES"] = self.gpus[self._device(slot)]
         return {**os.environ, **extra, "TORCHAO_FORCE_SKIP_LOADING_SO_FILES": "1"}

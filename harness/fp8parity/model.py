@@ -13,6 +13,14 @@ from torch.utils.checkpoint import checkpoint
 from fp8parity.spec import ModelSpec
 
 
+def next_token_loss(logits: Tensor, rows: Tensor) -> Tensor:
+    """Return the mean loss in nats per token of logits [rows, context, vocabulary] on rows int64 [rows, context + 1].
+
+    The softmax is taken in fp32.
+    """
+    return F.cross_entropy(logits.float().flatten(0, 1), rows[:, 1:].flatten())
+
+
 class RMSNorm(nn.Module):
     """Root-mean-square normalisation over the last axis, computed in fp32 (Zhang and Sennrich 2019)."""
 

@@ -8,15 +8,13 @@ from typing import Any
 
 import lightning as L
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from fp8parity import layer_policy, precision
 from fp8parity.data import BatchPlan, batch_digest
-from fp8parity.errors import UsageError
 from fp8parity.layer_policy import LayerPlan
-from fp8parity.model import DecoderLM, initialise, parameters_digest
+from fp8parity.model import DecoderLM, initialise, next_token_loss, parameters_digest
 from fp8parity.precision.bf16 import use_fp32_accumulation
 from fp8parity.precision.record import ConversionRecord
 from fp8parity.precision_rules import jitter_of
@@ -91,8 +89,7 @@ class LMModule(L.LightningModule):
     def training_step(self, batch: MicroBatch, batch_idx: int) -> Tensor:
         """Return the micro-batch's mean loss in nats per token."""
         rows, _ = batch
-        logits = self.decoder(rows[:, :-1])
-        loss = F.cross_entropy(logits.float().flatten(0, 1), rows[:, 1:].flatten())
+        loss = next_token_loss(self.decoder(rows[:, :-1]), rows)
         self.last_loss = loss.detach()
         return loss
 
@@ -132,15 +129,6 @@ class LMModule(L.LightningModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Write into the checkpoint which run it belongs to."""
         checkpoint["fp8parity"] = {"spec_hash": self.spec.hash()}
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Refuse a checkpoint of another run: resuming under another recipe would mix two experiments."""
-        found = checkpoint.get("fp8parity", {}).get("spec_hash")
-        if found != self.spec.hash():
-            raise UsageError(
-                f"checkpoint: belongs to another run specification ({str(found)[:8]}, this run is "
-                f"{self.spec.hash()[:8]}); delete the run's checkpoints folder to train it from the start"
-            )
 
 
 class _MicroBatches(IterableDataset[MicroBatch]):

@@ -13,11 +13,10 @@ from typing import Any
 
 import lightning as L
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from fp8parity.data import BatchPlan
-from fp8parity.model import DecoderLM
+from fp8parity.model import DecoderLM, next_token_loss
 from fp8parity.module import LMModule, MicroBatch
 from fp8parity.probe import GemmProbe, ProbeResult
 from fp8parity.probe_spec import ProbePlan
@@ -110,7 +109,7 @@ class ProbeRecorder(L.Callback):
         def loss_of(rows: Tensor) -> Tensor:
             with trainer.precision_plugin.forward_context():
                 logits = module.decoder(rows[:, :-1])
-            return F.cross_entropy(logits.float().flatten(0, 1), rows[:, 1:].flatten()) / train.accumulate
+            return next_token_loss(logits, rows) / train.accumulate
 
         try:
             rows = torch.from_numpy(self.batches.rows(step - 1)).to(module.device)

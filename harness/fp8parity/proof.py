@@ -11,10 +11,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fp8parity.layer_policy import LayerPlan
+from fp8parity.model import next_token_loss
 from fp8parity.precision.comparison import compare, compare_compiled
 from fp8parity.precision.effective import accumulation_differences, effective_differences
 from fp8parity.precision.execution import count_fp8_gemms, observe
@@ -53,7 +53,7 @@ def prove(
     def loss_of(rows: Tensor) -> Tensor:
         with autocast():
             logits = model(rows[:, :-1])
-        return F.cross_entropy(logits.float().flatten(0, 1), rows[:, 1:].flatten()) / len(micro_batches)
+        return next_token_loss(logits, rows) / len(micro_batches)
 
     def train_step() -> None:
         loss_of(micro_batches[0]).backward()

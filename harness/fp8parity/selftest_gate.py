@@ -5,17 +5,16 @@ from __future__ import annotations
 import json
 import os
 import platform
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from fp8parity.devices import visible_gpus
+from fp8parity.devices import query_gpus, visible_gpus
 from fp8parity.environment import package_versions
 from fp8parity.errors import EXIT_INVALID, EXIT_USAGE, Fp8ParityError, KernelFaultError, UsageError
-from fp8parity.launch import COMPILE_CACHE_DIR, COMPILE_CACHES
+from fp8parity.launch import compile_caches
 from fp8parity.selftest.report import SELFTEST_VERSION
 from fp8parity.spec import RunSpec
 from fp8parity_analysis.errors import BadInputError
@@ -31,15 +30,6 @@ def subjects_of(specs: Sequence[RunSpec]) -> list[str]:
     return sorted(f"{r}/{b}" + ("/master" if source == "master" else "") for r, b, source in fp8)
 
 
-def _gpu_names() -> list[str]:
-    """Return name and driver of every GPU, by nvidia-smi."""
-    if not visible_gpus() or shutil.which("nvidia-smi") is None:
-        return []
-    command = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
-    found = subprocess.run(command, capture_output=True, text=True, check=False)
-    return found.stdout.split("\n") if found.returncode == 0 else []
-
-
 def key_of(subjects: Sequence[str], device: str) -> dict[str, Any]:
     """Return what a stored result is valid for: subjects, packages, machine and GPUs."""
     return {
@@ -48,7 +38,7 @@ def key_of(subjects: Sequence[str], device: str) -> dict[str, Any]:
         "device": device,
         "packages": package_versions(),
         "machine": platform.machine(),
-        "gpus": [] if device == "cpu" else _gpu_names(),
+        "gpus": query_gpus("name,driver_version") if device != "cpu" and visible_gpus() else [],
     }
 
 
@@ -64,9 +54,7 @@ def _test(out: Path, subjects: Sequence[str], device: str) -> subprocess.Complet
     command = [sys.executable, "-m", "fp8parity", "selftest", "--quick", "--json", "--device", device]
     command += [part for subject in subjects for part in ("--recipe", subject)]
     # the runs' own cache folders: what Triton compiles for the selftest, the workers need not compile again
-    caches = out.resolve() / COMPILE_CACHE_DIR
-    kept = {name: os.environ.get(name) or str(caches / folder) for name, folder in COMPILE_CACHES.items()}
-    environment = {**os.environ, **kept, "TORCHAO_FORCE_SKIP_LOADING_SO_FILES": "1"}
+    environment = {**os.environ, **compile_caches(out), "TORCHAO_FORCE_SKIP_LOADING_SO_FILES": "1"}
     return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
 
 
