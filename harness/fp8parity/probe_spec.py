@@ -13,9 +13,8 @@ from pydantic import Field, field_validator
 from fp8parity.spec import Frozen, NonNegativeInt, PositiveInt, RecipeName
 
 EVERY = 500
-"""Default cadence. A probe costs 3 to 6 training steps: an uncompiled forward and backward pass plus the statistics
-(`benchmarks/probe_overhead.py`). Once per 500 steps that is 0.6 to 1.2 % at most, and below 1 % where the step is long
-enough for the device to be the limit."""
+"""Default cadence. A probe is expected to cost 3 to 6 training steps on a GPU: an uncompiled forward and backward pass
+plus the statistics (`benchmarks/probe_overhead.py`, not run there yet). Once per 500 steps that is 0.6 to 1.2 %."""
 
 DENSE_EVERY = 100
 DENSE_SHARE = 20
