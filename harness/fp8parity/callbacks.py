@@ -18,6 +18,7 @@ from fp8parity.progress import Heartbeat
 from fp8parity.proof import ExecutionProof, prove
 from fp8parity.recorder import FLUSH_EVERY, CurveRecorder
 from fp8parity.spec import RunSpec
+from fp8parity.standby import Gate
 from fp8parity_analysis import schema
 
 NONFINITE_LIMIT = 8
@@ -44,6 +45,18 @@ class LifeSigns(L.Callback):
         else:
             self.heartbeat.enter("train")
             self._training = True
+
+
+class StandbyBeforeTraining(L.Callback):
+    """Holds a worker that was started ahead of its turn once it is proven and compiled."""
+
+    def __init__(self, gate: Gate, heartbeat: Heartbeat) -> None:
+        self.gate = gate
+        self.heartbeat = heartbeat
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Wait for the slot; whatever takes the time must come after this."""
+        self.gate.wait("prove", self.heartbeat)
 
 
 class ProofBeforeTraining(L.Callback):

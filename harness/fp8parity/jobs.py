@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import IO, Any
 
 from fp8parity import faults, progress
+from fp8parity.memory import PROCESS_BYTES
 from fp8parity.process import STACKS_SIGNAL
+from fp8parity.standby import GO, STANDBY, Depth
 from fp8parity_analysis import schema
 from fp8parity_analysis.json_files import read_json
 
@@ -35,9 +37,13 @@ class RunState:
     reason: str = ""
 
 
-@dataclass
+@dataclass(eq=False)
 class Job:
-    """One run: queued, then a process in a slot, then ended with an outcome. `memory` in bytes, 0 if unknown."""
+    """One run: queued, maybe in standby, then a process in a slot, then ended with an outcome.
+
+    `memory` is what the run takes in bytes, 0 if unknown. `standby` is how far its waiting worker prepares, None once
+    it may go on; a run whose worker failed in standby is never prepared again (`prepared_in_vain`).
+    """
 
     run_dir: Path
     steps: int
@@ -46,12 +52,15 @@ class Job:
     attempts: int = 0
     slot: int = -1
     hung: bool = False
+    standby: Depth | None = None
+    prepared_in_vain: bool = False
     outcome: str = ""
     reason: str = ""
     _process: subprocess.Popen[bytes] | None = None
     _log: IO[bytes] | None = None
     _log_from: int = 0
     _oom_kills: int = 0
+    _go: int | None = None
     _started: float = 0.0
     _first_step: int = 0
     _signs: tuple[int, ...] = ()
@@ -68,8 +77,46 @@ class Job:
         assert self._process is not None
         return self._process.pid
 
+    @property
+    def held(self) -> int:
+        """Bytes that the worker takes on its device: in standby only what it prepares, in a slot all of it."""
+        return min(self.memory, PROCESS_BYTES) if self.standby == "build" else self.memory
+
     def start(self, slot: int, environment: Mapping[str, str]) -> None:
         """Start a worker in `slot`."""
+        self._begin(slot, environment, ())
+
+    def stand_by(self, slot: int, environment: Mapping[str, str], depth: Depth) -> None:
+        """Start a worker that prepares as far as `depth` on the device of `slot` and waits for `go`."""
+        worker_end, self._go = os.pipe()
+        self.standby = depth
+        try:
+            self._begin(slot, {**environment, STANDBY: f"{depth}:{worker_end}"}, (worker_end,))
+        finally:
+            os.close(worker_end)
+
+    def go(self, slot: int) -> None:
+        """Let the waiting worker train, in `slot`; one that has died meanwhile is found out by `poll`."""
+        assert self._go is not None
+        self.slot, self.standby = slot, None
+        with contextlib.suppress(BrokenPipeError):
+            os.write(self._go, GO)
+        self._close_pipe()
+        self._started = self._last_sign = time.monotonic()
+
+    def withdraw(self) -> None:
+        """End a waiting worker, which has nothing to save; its start was no attempt."""
+        self.kill()
+        self.poll()
+        self.standby = None
+        self.attempts -= 1
+
+    def _close_pipe(self) -> None:
+        if self._go is not None:
+            os.close(self._go)
+            self._go = None
+
+    def _begin(self, slot: int, environment: Mapping[str, str], descriptors: tuple[int, ...]) -> None:
         self.slot = slot
         self.attempts += 1
         self.hung = False
@@ -86,6 +133,7 @@ class Job:
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
             env=environment,
+            pass_fds=descriptors,
             start_new_session=True,
         )
         self._started = self._last_sign = time.monotonic()
@@ -98,14 +146,22 @@ class Job:
         if code is not None and self._log is not None:
             self._log.close()
             self._log = None
+            self._close_pipe()
         return code
 
     def silent_seconds(self) -> float:
-        """Return how long the worker has written nothing, by this process's own clock."""
+        """Return how long the worker has written nothing, by our own clock; waiting for `go` does not count."""
         signs = progress.life_signs(self.run_dir)
+        if self.standby is not None and progress.stage_of(self.run_dir) == "standby":
+            self._last_sign = time.monotonic()
         if signs != self._signs:
             self._signs, self._last_sign = signs, time.monotonic()
         return time.monotonic() - self._last_sign
+
+    def ends_within(self, seconds: float) -> bool:
+        """Whether the run is expected to end so soon; not before its first steps say how long they take."""
+        left = self.state().seconds_left
+        return left is not None and left <= seconds
 
     def terminate(self) -> None:
         """Ask the worker to save and stop."""
@@ -141,7 +197,7 @@ class Job:
         """Return where the run is."""
         if self.outcome:
             return RunState(self.run_id, self.outcome, self.steps, self.steps, None, None, self.reason)
-        if self._process is None or self._process.returncode is not None:
+        if self._process is None or self._process.returncode is not None or self.standby is not None:
             return RunState(self.run_id, "waiting", 0, self.steps, None, None)
         row = progress.last_row(self.run_dir / schema.CURVE_STREAM)
         step = int(row["step"]) if row else 0

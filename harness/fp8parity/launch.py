@@ -15,14 +15,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from fp8parity.devices import device_memory, visible_gpus
 from fp8parity.errors import EXIT_INTERRUPTED, InterruptedRunError
 from fp8parity.faults import Fault
 from fp8parity.jobs import Job, RunState, job_of
-from fp8parity.ledger import LAUNCHED, ledger_line
+from fp8parity.ledger import LAUNCHED, STANDBY, STANDBY_LIMITED, WITHDRAWN, ledger_line
+from fp8parity.memory import PROCESS_BYTES
 from fp8parity.process import PARENT_PID, start_ticks
 from fp8parity.progress import stage_of
+from fp8parity.standby import Depth
 from fp8parity_analysis import schema
 from fp8parity_analysis.errors import BadInputError
 from fp8parity_analysis.json_files import read_json
@@ -32,6 +35,10 @@ MAX_RETRIES = 2
 
 HANG_AFTER_S = 900.0
 """Seconds without a sign of life after which a worker counts as hung: longer than compiling or one evaluation takes."""
+
+STANDBY_LEAD_S = 300.0
+"""The next worker is started this many seconds before a run is expected to end: starting and compiling take less, and
+what a worker in standby holds of a device is not held for hours."""
 
 COMPILE_CACHE_DIR = "compile_cache"
 COMPILE_CACHES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
@@ -65,7 +72,8 @@ class Launcher:
     """Runs jobs in slots until none is left; `launch` is the entry point.
 
     Jobs start in the order of the queue. One waits while its device has no slot, or too little memory for its
-    estimate beside those that run there; alone on a device it always starts.
+    estimate beside those that run there; alone on a device it always starts. With `depth` the next runs' workers
+    start while others train (`standbys`), as far as the memory holds both.
     """
 
     out: Path
@@ -75,19 +83,22 @@ class Launcher:
     queue: list[Job] = field(default_factory=list)
     hang_after_s: float = HANG_AFTER_S
     device_bytes: int | None = None
+    depth: Depth | None = None
+    standbys: list[Job] = field(default_factory=list)
     running: list[Job] = field(default_factory=list)
     ended: list[Job] = field(default_factory=list)
     stopping: bool = False
 
     def states(self) -> list[RunState]:
         """Return the state of every run, running ones first."""
-        return [job.state() for job in (*self.running, *self.queue, *self.ended)]
+        return [job.state() for job in (*self.running, *self.standbys, *self.queue, *self.ended)]
 
     def _environment(self, job: Job, slot: int) -> dict[str, str]:
         threads = str(job.threads)
         extra = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), threads)
         sharing = -(-self.slots // max(1, len(self.gpus) or self.slots))
-        extra["FP8PARITY_RUNS_PER_DEVICE"] = str(sharing)
+        # what proves itself and compiles beside a run disturbs the clock as another run does
+        extra["FP8PARITY_RUNS_PER_DEVICE"] = str(sharing + (self.depth == "prove"))
         extra[PARENT_PID] = str(os.getpid())
         extra |= compile_caches(self.out)
         if self.gpus:
@@ -97,29 +108,84 @@ class Launcher:
     def _device(self, slot: int) -> int:
         return slot % max(1, len(self.gpus))
 
-    def _slot_for(self, job: Job) -> int | None:
-        """Return a free slot whose device has memory for the job, or None."""
-        taken = {other.slot for other in self.running}
-        for slot in (i for i in range(self.slots) if i not in taken):
-            beside = [o.memory for o in self.running if self._device(o.slot) == self._device(slot)]
-            if not beside or self.device_bytes is None or sum(beside) + job.memory <= self.device_bytes:
-                return slot
-        return None
+    def _free_slots(self) -> list[int]:
+        taken = {job.slot for job in self.running}
+        return [slot for slot in range(self.slots) if slot not in taken]
+
+    def _on_device(self, jobs: Sequence[Job], slot: int) -> list[Job]:
+        return [job for job in jobs if self._device(job.slot) == self._device(slot)]
+
+    def _fits(self, job: Job, slot: int, needed: int) -> bool:
+        """Whether the device of `slot` has `needed` bytes for the job beside what the others hold there."""
+        others = self._on_device([o for o in (*self.running, *self.standbys) if o is not job], slot)
+        held = sum(other.held for other in others)
+        return not others or self.device_bytes is None or held + needed <= self.device_bytes
 
     def _start_what_fits(self) -> None:
+        """Fill the free slots: first with what is prepared on their device, then from the queue."""
+        for slot in self._free_slots():
+            ready = [job for job in self._on_device(self.standbys, slot) if self._fits(job, slot, job.memory)]
+            if ready and not self.stopping:
+                self.standbys.remove(ready[0])
+                ready[0].go(slot)
+                self._began(ready[0], prepared=True)
         while self.queue and not self.stopping:
             job = self.queue[0]
-            slot = self._slot_for(job)
-            if slot is None:
+            slots = [slot for slot in self._free_slots() if self._fits(job, slot, job.memory)]
+            if not slots:
                 return
             self.queue.pop(0)
-            job.start(slot, self._environment(job, slot))
-            self.running.append(job)
-            facts = {"attempt": job.attempts, "slot": slot, "pid": job.pid, "born": start_ticks(job.pid)}
-            ledger_line(self.out, job.run_id, "started", **facts)
+            job.start(slots[0], self._environment(job, slots[0]))
+            self._began(job)
+
+    def _began(self, job: Job, **facts: Any) -> None:
+        self.running.append(job)
+        ledger_line(self.out, job.run_id, "started", **self._worker_facts(job), **facts)
+
+    def _worker_facts(self, job: Job) -> dict[str, Any]:
+        return {"attempt": job.attempts, "slot": job.slot, "pid": job.pid, "born": start_ticks(job.pid)}
+
+    def _prepare_next(self) -> None:
+        """Start the workers of the next runs for the slots whose runs are about to end."""
+        if self.depth is None or self.stopping:
+            return
+        for device in range(max(1, len(self.gpus))):
+            ending = [job for job in self._on_device(self.running, device) if job.ends_within(STANDBY_LEAD_S)]
+            for _ in range(len(ending) - len(self._on_device(self.standbys, device))):
+                self._prepare_one(device)
+
+    def _prepare_one(self, device: int) -> None:
+        job = next((job for job in self.queue if not job.prepared_in_vain), None)
+        depths: tuple[Depth, ...] = ("prove", "build") if self.depth == "prove" else ("build",)
+        for depth in depths if job is not None else ():
+            assert job is not None
+            needed = job.memory if depth == "prove" else min(job.memory, PROCESS_BYTES)
+            if self._fits(job, device, needed):
+                self.queue.remove(job)
+                job.stand_by(
+                    device, self._environment(job, device), depth
+                )  # a device's first slot has its number
+                self.standbys.append(job)
+                ledger_line(self.out, job.run_id, STANDBY, **self._worker_facts(job), depth=depth)
+                return
+
+    def _withdraw(self, jobs: Sequence[Job]) -> None:
+        """End workers in standby; their runs wait again, in the order in which they came."""
+        for job in reversed(jobs):
+            job.withdraw()
+            self.standbys.remove(job)
+            self.queue.insert(0, job)
+            ledger_line(self.out, job.run_id, WITHDRAWN, attempt=job.attempts)
+
+    def _free_what_waits_elsewhere(self) -> None:
+        """Let a free slot have what is prepared for a device whose slots are all busy, once nothing else waits."""
+        if not self.queue and not self.stopping:
+            free = self._free_slots()
+            fit = [job for job in self.standbys if any(self._fits(job, slot, job.memory) for slot in free)]
+            self._withdraw(fit[:1])
 
     def _reap(self) -> None:
-        for job in list(self.running):
+        for job in [*self.running, *self.standbys]:
             if job.poll() is None and not self.stopping and job.silent_seconds() > self.hang_after_s:
                 ledger_line(
                     self.out,
@@ -131,9 +197,16 @@ class Launcher:
                 )
                 job.kill_hung()
             code = job.poll()
-            if code is not None:
-                self.running.remove(job)
+            if code is not None and self._leaves(job):
                 self._settle(job, code)
+
+    def _leaves(self, job: Job) -> bool:
+        """Take an ended job from its list; False when it was withdrawn for another one's sake meanwhile."""
+        for jobs in (self.running, self.standbys):
+            if job in jobs:
+                jobs.remove(job)
+                return True
+        return False
 
     def _settle(self, job: Job, code: int) -> None:
         """Decide what an exit code means: a result, an interruption, a mistake of the user's, or a fault."""
@@ -145,6 +218,7 @@ class Launcher:
             return
         fault = job.fault(code, self.hang_after_s)
         job.reason = fault.reason
+        self._learn_from(job, fault)
         if self._is_retried(job, fault):
             self._record(job, "retry", code, fault)
             self.queue.insert(0, job)
@@ -153,6 +227,17 @@ class Launcher:
         job.outcome = "interrupted" if stopped else _OUTCOME_OF_CAUSE.get(fault.cause, "failed")
         self._record(job, job.outcome, code, fault)
         self.ended.append(job)
+
+    def _learn_from(self, job: Job, fault: Fault) -> None:
+        """Prepare no run twice in vain; where memory ran out beside a prepared model, prepare no model again."""
+        prepared = [o for o in self._on_device(self.standbys, job.slot) if o.standby == "prove"]
+        beside_model = bool(prepared) or job.standby == "prove"
+        if job.standby is not None:
+            job.standby, job.prepared_in_vain = None, True
+        if fault.cause == "out_of_memory" and beside_model and not self.stopping:
+            self.depth = "build"
+            ledger_line(self.out, "", STANDBY_LIMITED, depth=self.depth, cause=fault.cause)
+            self._withdraw(prepared)
 
     def _is_retried(self, job: Job, fault: Fault) -> bool:
         return fault.is_retried and job.attempts <= MAX_RETRIES and not self.stopping
@@ -171,8 +256,10 @@ class Launcher:
 
     def _run(self) -> None:
         with self._signals():
-            while self.queue or self.running:
+            while self.queue or self.running or self.standbys:
                 self._start_what_fits()
+                self._prepare_next()
+                self._free_what_waits_elsewhere()
                 self._reap()
                 self.on_change(self.states())
                 if self.stopping:
@@ -195,6 +282,7 @@ class Launcher:
         self.stopping = True
         for job in self.running:
             job.terminate()
+        self._withdraw(list(self.standbys))
         deadline = time.monotonic() + GRACE_SECONDS
         while self.running and time.monotonic() < deadline:
             self._reap()
@@ -225,19 +313,23 @@ def launch(
     on_change: Callable[[list[RunState]], None],
     hang_after_s: float = HANG_AFTER_S,
     memory: Mapping[str, int] | None = None,
+    standby: Depth | None = None,
 ) -> list[RunState]:
     """Train the runs that are not finished, `slots` at a time, and return how each of them ended.
 
     `memory` gives the estimated bytes of runs by id; with it no more runs share a device than its memory holds.
+    `standby` is how far the workers of the next runs prepare while others train; None: they start when a slot is free.
     Raises `InterruptedRunError` after a signal.
     """
     pending = [path for path in run_dirs if not (path / schema.MANIFEST_FILE).exists()]
     gpus = visible_gpus() if use_gpus else []
     jobs = [job_of(path, (memory or {}).get(path.name, 0)) for path in pending]
     total = device_memory(gpus) if memory else None
-    launcher = Launcher(out, slots, gpus, on_change, jobs, hang_after_s, total)
+    launcher = Launcher(out, slots, gpus, on_change, jobs, hang_after_s, total, standby)
     pid = os.getpid()
     facts = {"pid": pid, "born": start_ticks(pid), "host": socket.gethostname()}
-    ledger_line(out, "", LAUNCHED, **facts, slots=slots, hang_after_s=hang_after_s, runs=len(pending))
+    ledger_line(
+        out, "", LAUNCHED, **facts, slots=slots, hang_after_s=hang_after_s, standby=standby, runs=len(pending)
+    )
     launcher.run()
     return launcher.states()

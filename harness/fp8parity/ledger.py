@@ -18,6 +18,16 @@ LAUNCHED = "launched"
 """Event of a launcher's own start; it belongs to no run."""
 
 
+STANDBY = "standby"
+"""Event of a worker that was started ahead of its turn; `started` follows when it gets a slot."""
+
+WITHDRAWN = "withdrawn"
+"""Event of a worker in standby that the launcher ended; its run waits as before."""
+
+STANDBY_LIMITED = "standby_limited"
+"""Event of the launcher: memory ran out beside a prepared model, so workers prepare less from here on."""
+
+
 def ledger_line(out: Path, run_id: str, event: str, **facts: Any) -> None:
     """Append one line to the study's ledger; on a full disk a warning, since it must not end the other runs."""
     line = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,10 +66,11 @@ def compile_blocks(model: DecoderLM) -> None:
 class LMModule(L.LightningModule):
     """One run's training step; the numbers of the last step are left on the device for the recorder."""
 
-    def __init__(self, spec: RunSpec, vocab_rows: int) -> None:
+    def __init__(self, spec: RunSpec, vocab_rows: int, when_built: Callable[[], None] = lambda: None) -> None:
         super().__init__()
         self.spec = spec
         self.vocab_rows = vocab_rows
+        self.when_built = when_built
         self.built: BuiltModel | None = None
         self.last_loss = torch.zeros(())
         self.last_grad_norm = torch.zeros(())
@@ -85,6 +86,7 @@ class LMModule(L.LightningModule):
         if self.built is None:
             self.built = build_model(self.spec, self.vocab_rows)
             self.model = self.built.model
+            self.when_built()
 
     def training_step(self, batch: MicroBatch, batch_idx: int) -> Tensor:
         """Return the micro-batch's mean loss in nats per token."""

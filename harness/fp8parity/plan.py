@@ -7,10 +7,11 @@ import math
 from typing import Any
 
 from fp8parity import layer_policy
-from fp8parity.devices import default_slots
+from fp8parity.devices import default_slots, visible_gpus
 from fp8parity.matrix import Matrix, PlannedRun, vocab_rows
-from fp8parity.memory import FORMULA, estimate
+from fp8parity.memory import FORMULA, PROCESS_BYTES, estimate
 from fp8parity.shapes import linear_shapes, parameter_count
+from fp8parity.standby import Depth
 from fp8parity.study import criteria_of
 from fp8parity_analysis.power_table import power_table
 from fp8parity_analysis.schema import SCHEMA_VERSION
@@ -25,6 +26,20 @@ def slots_of(matrix: Matrix, asked: int | None = None) -> int:
     train = matrix.runs[0].spec.train
     runtime = matrix.runtime
     return asked or runtime.slots or default_slots(train.device, train.threads, runtime.slots_per_gpu)
+
+
+def standby_of(matrix: Matrix, asked: int | None = None) -> Depth | None:
+    """Return how far workers prepare ahead of their turn, None for not at all.
+
+    On a CPU the cores are what runs compete for. A model on the device is one run more in its memory, so by default
+    only where memory limits the slots; and it disturbs the clock of a run that would have its GPU to itself.
+    """
+    runtime = matrix.runtime
+    if runtime.standby is not None:
+        return "prove" if runtime.standby else None
+    if matrix.runs[0].spec.train.device == "cpu" or not visible_gpus():
+        return None
+    return "prove" if runtime.slots_per_gpu > 1 and not (asked or runtime.slots) else "build"
 
 
 def memory_of(matrix: Matrix) -> dict[str, int]:
@@ -128,14 +143,24 @@ def _cost_words(document: dict[str, Any], rate: float | None) -> list[str]:
         f"{cost}.",
         f"{document['pairs']} pairs, {controls}; baselines first, then seed by seed.",
         f"Memory of the largest run: about {memory / 2**30:.1f} GiB (an estimate: {FORMULA}).",
+        *_standby_words(document["standby"], document["standby_bytes"]),
     ]
+
+
+def _standby_words(depth: Depth | None, held: int) -> list[str]:
+    if depth is None:
+        return []
+    what = "its model on the device" if depth == "prove" else "its model on the host"
+    words = f"While a run trains, the next one waits in standby with {what}: up to {held / 2**30:.1f} GiB more on the "
+    return [words + "device for each slot, as far as it fits (runtime.standby)."]
 
 
 def plan_document(matrix: Matrix) -> dict[str, Any]:
     """Return the plan as JSON values; `words` says the same in sentences.
 
     Keys: study, runs, pairs, controls, shared_controls, slots, total_tokens, hours and wall_hours (None without
-    runtime.tokens_per_s), memory_bytes (of the largest run), arms, order (run ids as they start), detection, errors
+    runtime.tokens_per_s), memory_bytes (of the largest run), standby (how far workers prepare ahead of their turn, or
+    None), standby_bytes (what one of them holds of its device), arms, order (run ids as they start), detection, errors
     (none, or `plan_errors` says them), words.
     """
     grouped: dict[tuple[str, str], list[PlannedRun]] = {}
@@ -147,6 +172,8 @@ def plan_document(matrix: Matrix) -> dict[str, Any]:
     hours = tokens / rate / 3600 if rate else None
     detection = _detection(matrix)
     arms = [_arm(matrix, runs) for runs in grouped.values()]
+    memory = max(arm["memory"]["total"] for arm in arms)
+    standby = standby_of(matrix)
     document: dict[str, Any] = {
         "schema_version": SCHEMA_VERSION,
         "study": matrix.name,
@@ -158,7 +185,9 @@ def plan_document(matrix: Matrix) -> dict[str, Any]:
         "total_tokens": tokens,
         "hours": hours,
         "wall_hours": None if hours is None else hours / min(slots, len(matrix.runs)),
-        "memory_bytes": max(arm["memory"]["total"] for arm in arms),
+        "memory_bytes": memory,
+        "standby": standby,
+        "standby_bytes": {None: 0, "build": min(memory, PROCESS_BYTES), "prove": memory}[standby],
         "arms": arms,
         "order": [run.run_id for run in matrix.runs],
         "detection": detection,

@@ -17,9 +17,10 @@ BEAT_SECONDS = 1.0
 
 TAIL_BYTES = 4096
 
-Stage = Literal["import", "build", "prove", "train", "finish"]
+Stage = Literal["import", "build", "prove", "standby", "train", "finish"]
 """Where a worker is: starting Python and its imports; checking and building the model; proving what will execute;
-training and evaluating; writing the results. `import` has no file: the launcher removes the one of an earlier try."""
+prepared and waiting for its slot; training and evaluating; writing the results. `import` has no file: the launcher
+removes the one of an earlier try."""
 
 
 class Heartbeat:

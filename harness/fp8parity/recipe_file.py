@@ -125,6 +125,12 @@ class RuntimeSpec(Frozen):
         description="Seconds without a sign of life after which a worker is killed and tried again; more than "
         "compiling, or one evaluation, takes.",
     )
+    standby: bool | None = Field(
+        None,
+        description="Start the next run's worker while the run before it trains; it waits for its slot. true: with "
+        "its model on the device, proven and compiled. Default: true for several runs on each GPU; up to the model "
+        "on the host where a run has its GPU to itself, or where slots are given; false on a CPU.",
+    )
     tokens_per_s: Annotated[float, Field(gt=0)] | None = Field(
         None, description="Throughput of one run, for the hours that `plan` states."
     )

@@ -28,6 +28,7 @@ from fp8parity.callbacks import (
     NonFiniteGuard,
     ProgressLines,
     ProofBeforeTraining,
+    StandbyBeforeTraining,
 )
 from fp8parity.checkpointing import Checkpointer, StopOnSignal, check_owner, checkpoints, newest_intact
 from fp8parity.data import BatchPlan, Tokens, held_out_rows, open_tokens, training_tokens
@@ -40,6 +41,7 @@ from fp8parity.progress import Heartbeat
 from fp8parity.recorder import CurveRecorder
 from fp8parity.shapes import parameter_count
 from fp8parity.spec import Frozen, RunSpec
+from fp8parity.standby import Gate
 from fp8parity.token_meta import TokenMeta
 from fp8parity.version_gates import version_problems
 from fp8parity_analysis import schema
@@ -156,6 +158,7 @@ class _Session:
     proof: ProofBeforeTraining
     probe: ProbeRecorder | None
     heartbeat: Heartbeat
+    gate: Gate
     resume_from: Path | None
 
 
@@ -169,7 +172,7 @@ def _step_of(checkpoint: Path) -> int:
     return int(checkpoint.stem.removeprefix("step-"))
 
 
-def _session(order: RunOrder, heartbeat: Heartbeat) -> _Session:
+def _session(order: RunOrder, heartbeat: Heartbeat, gate: Gate) -> _Session:
     """Check everything that can be checked before training, then build the parts."""
     spec = order.spec
     device = resolve_device(spec)
@@ -195,7 +198,7 @@ def _session(order: RunOrder, heartbeat: Heartbeat) -> _Session:
         order,
         device,
         found,
-        LMModule(spec, vocab_rows),
+        LMModule(spec, vocab_rows, lambda: gate.wait("build", heartbeat)),
         TokenDataModule(plan, spec.train.accumulate),
         meta,
         recorder,
@@ -205,6 +208,7 @@ def _session(order: RunOrder, heartbeat: Heartbeat) -> _Session:
         ProofBeforeTraining(spec, plan),
         ProbeRecorder(recorder, plan, order.probe) if order.probe.due_steps(spec.train.steps) else None,
         heartbeat,
+        gate,
         resume_from,
     )
 
@@ -214,6 +218,7 @@ def _trainer(session: _Session) -> L.Trainer:
     callbacks: list[L.Callback] = [
         LifeSigns(session.heartbeat),
         session.proof,
+        StandbyBeforeTraining(session.gate, session.heartbeat),
         session.recorder,
         session.evaluator,
         session.guard,
@@ -309,19 +314,20 @@ def _ended(run_dir: Path) -> int | None:
     return EXIT_DIVERGED if read_json(path)["status"] == schema.Status.DIVERGED.value else 0
 
 
-def _train_session(order: RunOrder) -> None:
+def _train_session(order: RunOrder, gate: Gate) -> None:
     """Train from the last checkpoint to the end and write the manifest."""
     started, clock = datetime.now(UTC), time.perf_counter()
     heartbeat = Heartbeat(order.run_dir)
     heartbeat.enter("build")
-    session = _session(order, heartbeat)
+    session = _session(order, heartbeat, gate)
     try:
         if session.resume_from:
             print(f"resuming from {session.resume_from.name}", flush=True)
         _trainer(session).fit(session.module, session.data, ckpt_path=session.resume_from, weights_only=False)
         heartbeat.enter("finish")
         session.recorder.flush()
-        session.recorder.writer.finish(_manifest(session, started, time.perf_counter() - clock))
+        took = time.perf_counter() - clock - gate.waited_seconds
+        session.recorder.writer.finish(_manifest(session, started, took))
     finally:
         session.recorder.writer.close()
     for old in checkpoints(order.run_dir / schema.CHECKPOINT_DIR):
@@ -338,11 +344,12 @@ def train(run_dir: Path) -> int:
     _quiet()
     order = read_order(run_dir)
     end_with_parent()
+    gate = Gate.from_environment()
     with _disk_full_is_interruption(run_dir), sole_trainer(run_dir):
         code = _ended(run_dir)
         if code is None:
             _prepare_process(order.spec)
-            _train_session(order)
+            _train_session(order, gate)
             code = _ended(run_dir)
     assert code is not None
     return code

@@ -15,7 +15,7 @@ from statistics import fmean, median
 from typing import Any
 
 from fp8parity.errors import UsageError
-from fp8parity.ledger import LAUNCHED, read_ledger
+from fp8parity.ledger import LAUNCHED, STANDBY, WITHDRAWN, read_ledger
 from fp8parity.process import is_alive
 from fp8parity.progress import HEARTBEAT_FILE, last_rows, stage_of
 from fp8parity_analysis import schema
@@ -87,15 +87,21 @@ def _silence(run_dir: Path) -> float | None:
     return None
 
 
+def _lives(entry: Entry, launch: _Launch) -> bool:
+    return launch.local and is_alive(int(entry.get("pid", 0)), entry.get("born"))
+
+
 def _is_worked_on(last: Entry | None, launch: _Launch, silent: float | None) -> bool:
-    if last is not None and last.get("event") == "started" and launch.local:
-        return is_alive(int(last.get("pid", 0)), last.get("born"))
+    if last is not None and last.get("event") in ("started", STANDBY, WITHDRAWN) and launch.local:
+        return last["event"] == "started" and _lives(last, launch)
     return silent is not None and silent < FRESH_SECONDS and not (last and last.get("event") in ENDED)
 
 
 def _state(run_dir: Path, own: Sequence[tuple[int, Entry]], launch: _Launch, silent: float | None) -> str:
     """Return the state of a run without a manifest; `own` are its ledger lines with their places."""
     place, last = own[-1] if own else (-1, None)
+    if last and last.get("event") == STANDBY and _lives(last, launch):
+        return "standby"
     if _is_worked_on(last, launch, silent):
         return "running" if stage_of(run_dir) in ("train", "finish") else "starting"
     event = str(last.get("event")) if last else ""
@@ -106,7 +112,7 @@ def _state(run_dir: Path, own: Sequence[tuple[int, Entry]], launch: _Launch, sil
         return "waiting"  # for a slot: not begun yet, or to be tried again
     if event in ENDED and event not in ("finished", "diverged"):
         return event
-    begun = bool(event) or (run_dir / schema.CURVE_STREAM).exists()
+    begun = event not in ("", STANDBY, WITHDRAWN) or (run_dir / schema.CURVE_STREAM).exists()
     return "interrupted" if begun else "waiting"
 
 
@@ -203,7 +209,7 @@ def _study_eta(runs: Sequence[RunStatus], slots: int) -> float | None:
     paces = [w for arm in walls.values() for w in arm]
     paces = paces or [r.eta_s * r.steps / (r.steps - r.step) for r in runs if r.eta_s and r.step < r.steps]
     left = [run.eta_s for run in runs if run.eta_s is not None]
-    waiting = [run for run in runs if run.state in ("waiting", "starting")]
+    waiting = [run for run in runs if run.state in ("waiting", "standby", "starting")]
     if (waiting and not paces) or not (waiting or left):
         return None
     ahead = sum(median(walls.get(run.arm, paces)) for run in waiting)

@@ -13,7 +13,7 @@ from fp8parity.errors import Fp8ParityError, InterruptedRunError, UsageError
 from fp8parity.jobs import RunState
 from fp8parity.launch import launch
 from fp8parity.matrix import Matrix
-from fp8parity.plan import memory_of, slots_of
+from fp8parity.plan import memory_of, slots_of, standby_of
 from fp8parity.screen import live_runs, show_judgement, show_unfinished
 from fp8parity.selftest_gate import require_sound_arithmetic
 from fp8parity_analysis import schema
@@ -101,6 +101,7 @@ def _train_missing(
             on_change=on_change,
             hang_after_s=plan.runtime.hang_after_s,
             memory=memory,
+            standby=standby_of(plan, asked),
         )
     try:
         _raise_on_refusal(states)

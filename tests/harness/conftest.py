@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import yaml
 
+from .stand_in import scripted
+
 os.environ.setdefault("TORCHAO_FORCE_SKIP_LOADING_SO_FILES", "1")
 
 TINY: dict[str, Any] = {
@@ -104,3 +106,9 @@ def lay_out(write_recipe: WriteRecipe, tmp_path: Path) -> Callable[..., dict[str
         return {f"{run.arm}-{run.spec.seed}": path for run, path in zip(plan.runs, dirs, strict=True)}
 
     return lay
+
+
+@pytest.fixture
+def study_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Path]]:
+    """Return a function that makes run directories whose worker follows a script, one action per attempt."""
+    return scripted(tmp_path, monkeypatch)

@@ -14,83 +14,13 @@ from typing import Any
 
 import pytest
 
-from fp8parity import faults, jobs, launch
+from fp8parity import faults, launch
 from fp8parity.devices import default_slots
 from fp8parity.errors import InterruptedRunError
-from fp8parity.jobs import Job, RunState
+from fp8parity.jobs import Job
 from fp8parity_analysis import schema
 
-WORKER = """\
-import json, os, pathlib, signal, sys, time
-run_dir = pathlib.Path(sys.argv[-1])
-script = json.loads((run_dir / "script.json").read_text())
-attempt = len(list(run_dir.glob("attempt-*")))
-(run_dir / f"attempt-{attempt}").write_text(os.environ.get("CUDA_VISIBLE_DEVICES", ""))
-(run_dir / "environment.json").write_text(json.dumps(dict(os.environ)))
-action = script[min(attempt, len(script) - 1)]
-print(action.get("say", ""), flush=True)
-if action.get("wait_for_term"):
-    signal.signal(signal.SIGTERM, lambda *a: sys.exit(75))
-    (run_dir / "ready").touch()
-    while True:
-        signal.pause()
-if action.get("deaf"):
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    (run_dir / "ready").touch()
-if action.get("hang"):
-    (run_dir / "heartbeat.json").write_text(json.dumps({"stage": "train"}))
-    while True:
-        signal.pause()
-if action.get("status") and action.get("kill"):
-    (run_dir / "manifest.json").write_text(json.dumps({"status": action["status"]}))
-if action.get("kill"):
-    os.kill(os.getpid(), signal.SIGKILL)
-if action.get("status"):
-    (run_dir / "manifest.json").write_text(json.dumps({"status": action["status"]}))
-sys.exit(action["code"])
-"""
-
-DONE: dict[str, Any] = {"status": "finished", "code": 0}
-
-
-@pytest.fixture
-def study_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Path]]:
-    """Return a function that makes run directories whose worker follows a script, one action per attempt."""
-    worker = tmp_path / "worker.py"
-    worker.write_text(WORKER)
-    real = jobs.subprocess.Popen
-
-    def popen(command: list[str], **options: Any) -> Any:
-        return real([command[0], str(worker), *command[3:]], **options)
-
-    monkeypatch.setattr(jobs.subprocess, "Popen", popen)
-
-    def make(*scripts: list[dict[str, Any]]) -> list[Path]:
-        dirs = []
-        for index, script in enumerate(scripts):
-            run_dir = tmp_path / schema.RUNS_DIR / f"run{index}"
-            run_dir.mkdir(parents=True)
-            (run_dir / schema.SPEC_FILE).write_text(
-                json.dumps({"spec": {"train": {"steps": 10, "threads": 1}}})
-            )
-            (run_dir / "script.json").write_text(json.dumps(script))
-            dirs.append(run_dir)
-        return dirs
-
-    return make
-
-
-def go(out: Path, dirs: list[Path], slots: int = 2, **options: Any) -> dict[str, RunState]:
-    states = launch.launch(out, dirs, slots=slots, use_gpus=False, on_change=lambda _: None, **options)
-    return {state.run_id: state for state in states}
-
-
-def ledger(out: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (out / schema.LEDGER_FILE).read_text().splitlines()]
-
-
-def attempts(run_dir: Path) -> int:
-    return len(list(run_dir.glob("attempt-*")))
+from .stand_in import DONE, attempts, faults_of, go, ledger
 
 
 def test_results_faults_and_mistakes(tmp_path: Path, study_with: Callable[..., list[Path]]) -> None:
@@ -117,11 +47,6 @@ def test_results_faults_and_mistakes(tmp_path: Path, study_with: Callable[..., l
     assert events["run2", "retry"] == 2
     assert events["run2", "failed"] == 1
     assert events["run1", "diverged"] == 1
-
-
-def faults_of(out: Path, run_id: str) -> list[tuple[str, str, str]]:
-    lines = [line for line in ledger(out) if line["run_id"] == run_id and "cause" in line]
-    return [(line["event"], line["cause"], line["stage"]) for line in lines]
 
 
 def test_each_fault_is_a_ledger_entry_with_cause_and_stage(
