@@ -16,7 +16,7 @@ from rich.console import Console
 
 from fp8parity import ledger, status_screen
 from fp8parity.errors import UsageError
-from fp8parity.ledger import LAUNCHED, ledger_line
+from fp8parity.ledger import LAUNCHED, STANDBY, WITHDRAWN, ledger_line
 from fp8parity.process import start_ticks
 from fp8parity.progress import HEARTBEAT_FILE, Heartbeat
 from fp8parity.status import FRESH_SECONDS, study_status
@@ -112,6 +112,18 @@ def test_every_state_beside_a_living_launcher(tmp_path: Path) -> None:
         (30 + 5 * 50) / 2
     )  # five wait or start, 50 s each, in two slots
     json.dumps(document, allow_nan=False)
+
+
+def test_a_worker_in_standby_neither_starts_nor_was_interrupted(tmp_path: Path) -> None:
+    dirs = study_of(tmp_path, ["ready", "died", "withdrawn"])
+    launched(tmp_path, me())
+    for name, who in (("ready", me()), ("died", GONE), ("withdrawn", GONE)):
+        ledger_line(tmp_path, name, STANDBY, attempt=1, depth="prove", **who)
+        Heartbeat(dirs[name]).enter("standby")
+    ledger_line(tmp_path, "withdrawn", WITHDRAWN, attempt=0)
+    assert states(tmp_path) == {"ready": "standby", "died": "waiting", "withdrawn": "waiting"}
+    launched(tmp_path, GONE)  # and once their launcher is dead
+    assert states(tmp_path)["died"] == states(tmp_path)["withdrawn"] == "waiting"
 
 
 def test_what_waits_is_expected_to_take_what_others_took(tmp_path: Path) -> None:

@@ -1,0 +1,82 @@
+"""The arithmetic of benchmarks/utilisation.py on a launch made up by hand. Never a timing."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import yaml
+
+from fp8parity import matrix
+from fp8parity.jobs import RunState
+from fp8parity.plan import standby_of
+
+STEPS = 100
+
+
+@pytest.fixture(scope="module")
+def bench() -> ModuleType:
+    path = Path(__file__).parents[2] / "benchmarks" / "utilisation.py"
+    spec = importlib.util.spec_from_file_location("utilisation", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["utilisation"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def look(**runs: tuple[str, int]) -> list[RunState]:
+    return [RunState(name, state, step, STEPS, None, None) for name, (state, step) in runs.items()]
+
+
+@pytest.fixture
+def trace(bench: ModuleType) -> object:
+    """Return two slots and three runs; a run in standby waits, whatever its stream holds from an earlier launch."""
+    made = bench.Trace()
+    made.note(0.0, look(a=("waiting", 0), b=("waiting", 0), c=("waiting", 0)))
+    made.note(10.0, look(a=("running", 20), b=("starting", 0), c=("waiting", 7)))
+    made.note(20.0, look(a=("running", 40), b=("running", 20), c=("waiting", 0)))
+    made.note(30.0, look(a=("running", 60), b=("running", 40), c=("waiting", 0)))
+    made.note(40.0, look(a=("finished", 100), b=("running", 60), c=("starting", 0)))
+    made.note(50.0, look(a=("finished", 100), b=("finished", 100), c=("running", 30)))
+    made.note(60.0, look(a=("finished", 100), b=("finished", 100), c=("finished", 100)))
+    return made
+
+
+def test_steady_steps_are_those_while_every_slot_trains(bench: ModuleType, trace: object) -> None:
+    assert bench.all_train(trace, 2, STEPS) == [False, False, True, True, False, False, False]
+    intervals = bench.steady_steps(trace, 2, STEPS)
+    assert intervals == {"a": [(40, 60)], "b": [(20, 40)]}
+    times = {"a": [0.5] * STEPS, "b": [1.5] * STEPS}
+    # 40 steps of 8 tokens in 10 + 30 seconds of two slots
+    assert bench.steady_rate(intervals, lambda run, i, j: times[run][i:j], 2, 8) == 2 * 40 * 8 / 40.0
+    assert bench.steady_rate({}, lambda run, i, j: [], 2, 8) is None
+
+
+def test_the_clock_ends_when_no_run_is_left_to_start(bench: ModuleType, trace: object) -> None:
+    assert bench.run_out(trace, 2) == 5  # b has ended, c is the last
+    assert bench.tokens_between(trace, 0, 5, 8) == 230 * 8
+    assert bench.tokens_between(trace, 2, 3, 8) == 40 * 8
+
+
+def test_handovers_are_measured_slot_by_slot(bench: ModuleType, trace: object) -> None:
+    assert bench.handovers(trace, {"a": 0, "b": 1, "c": 0}, STEPS) == [10.0]
+    assert bench.handovers(trace, {"a": 0, "b": 1, "c": 1}, STEPS) == [0.0]
+    assert bench.handovers(trace, {"a": 0, "b": 1, "c": 2}, STEPS) == []
+
+
+@pytest.mark.parametrize("name", ["GPU", "MINIATURE"])
+def test_the_recipes_are_valid(
+    bench: ModuleType, tmp_path: Path, corpus: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(bench.recipe_of(getattr(bench, name), corpus, 4, 4, 640)))
+    plan = matrix.read(path)
+    assert (len(plan.runs), plan.pairs) == (8, 4)
+    assert {run.spec.train.device for run in plan.runs} == {"cuda" if name == "GPU" else "cpu"}
+    assert standby_of(plan) == "prove"
