@@ -1,6 +1,6 @@
 """A study under random faults: every run must end in its right state, with the curve of an undisturbed one.
 
-    python benchmarks/launcher_faults.py [--seeds 12] [--kills 5] [--hang-after 90] [--json FILE]
+    python benchmarks/launcher_faults.py [--seeds 12] [--kills 5] [--hang-after 90] [--standby] [--json FILE]
 
 60 tiny runs in two slots on a CPU. Faults are planted from outside: a `sitecustomize` on the workers' PYTHONPATH
 strikes at some step (SIGKILL, SIGTERM, raised error, hang, CUDA's out-of-memory error, a truncated
@@ -141,6 +141,7 @@ class Outcome:
     launches: int = 0
     second_launcher_exit: int | None = None
     starts: int = 0
+    started_ahead: int = 0
     steps_kept: int = 0
     steps_trained: int = 0
     identical_curves: int = 0
@@ -282,6 +283,7 @@ def _check_ledger(out: Path, plan: Mapping[str, Any], found: Outcome) -> None:
     """Every fault that struck is in the ledger with its cause, unless the launcher died with it."""
     entries = read_ledger(out)
     found.starts = sum(entry.get("event") == "started" for entry in entries)
+    found.started_ahead = sum(bool(entry.get("prepared")) for entry in entries)
     told = Counter((str(entry["run_id"]), str(entry["cause"])) for entry in entries if "cause" in entry)
     struck: Counter[tuple[str, str]] = Counter()
     for name, faults in plan.items():
@@ -364,8 +366,10 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=12, help="five runs each")
     parser.add_argument("--kills", type=int, default=5, help="times the launcher is killed")
     parser.add_argument("--hang-after", type=float, default=HANG_AFTER_S, help="runtime.hang_after_s")
+    parser.add_argument("--standby", action="store_true", help="runtime.standby: true")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    RECIPE["runtime"]["standby"] = options.standby
     RECIPE["runtime"]["hang_after_s"] = options.hang_after
     from fp8parity.data import pack_bytes
 

@@ -16,8 +16,9 @@ Endpoint = Literal["held_out", "train", "final"]
 EvalPrecision = Literal["bf16", "arm"]
 Spending = Literal["bonferroni", "obrien_fleming"]
 Correction = Literal["per_comparison", "holm"]
+EarlyStop = Literal["fail"]
 
-_LATER = ("noise_df",)
+_LATER = ("noise_df", "early_stop")
 _CHOICES: dict[str, tuple[str, ...]] = {
     "endpoint": ("held_out", "train", "final"),
     "eval_precision": ("bf16", "arm"),
@@ -47,6 +48,7 @@ class Criteria:
     speedup           measured throughput of FP8 over BF16, against which a token cost is weighed
     burn_in_step      first step that the trajectory test uses (at least the end of warm-up)
     allow_prefix      judge a shorter run on the common prefix, labelled with its last step
+    early_stop        `fail`: an arm that has failed at a declared look gets no further seeds; None: all are trained
     trend             ordered values of recipes, as pairs (recipe, value), for the trend over an axis
     """
 
@@ -67,6 +69,7 @@ class Criteria:
     allow_prefix: bool = False
     trend: tuple[tuple[str, float], ...] = ()
     noise_df: int | None = None
+    early_stop: EarlyStop | None = None
 
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():
@@ -91,6 +94,8 @@ class Criteria:
         _check_looks(self.looks)
         if self.anytime and self.looks:
             raise BadInputError("anytime: true and looks are two answers to one question; keep one of them")
+        if self.early_stop is not None:
+            _check_early_stop(self)
 
     @property
     def alpha(self) -> float:
@@ -124,6 +129,26 @@ def _check_range(
         raise BadInputError(f"{name}: {value!r} is not a finite number; write {remedy}")
     if not (low < value < high or (closed and value == high)):
         raise BadInputError(f"{name}: {value!r} is outside ({low:g}, {high:g}); write {remedy}")
+
+
+def _check_early_stop(criteria: Criteria) -> None:
+    """Refuse to stop by a rule whose error rates would not be the stated ones."""
+    _check_choice("early_stop", criteria.early_stop, ("fail",))
+    if not criteria.looks and not criteria.anytime:
+        raise BadInputError(
+            "early_stop: fail needs the looks at which an arm may fail, declared before the run: write looks, such as "
+            "(3, 5, 8), or anytime: true; a test after every seed has no error rate"
+        )
+    if criteria.correction == "holm":
+        raise BadInputError(
+            "early_stop: fail cannot go with correction: holm, whose verdict on an arm depends on arms that are not "
+            "trained yet; write correction: per_comparison, or leave early_stop out"
+        )
+    if criteria.null_matched:
+        raise BadInputError(
+            "early_stop: fail cannot go with null_matched: true, since null runs after the look would change the "
+            "variance that the look was decided with; leave one of them out"
+        )
 
 
 def _check_looks(looks: tuple[int, ...]) -> None:

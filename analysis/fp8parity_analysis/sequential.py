@@ -13,6 +13,7 @@ from scipy.special import ndtr, ndtri
 from fp8parity_analysis.paired import Estimate, paired_t
 
 if TYPE_CHECKING:
+    from fp8parity_analysis.criteria import Criteria
     from fp8parity_analysis.gap import FloatArray
 
 PRIOR_VARIANCE = 1.0
@@ -36,6 +37,12 @@ def current_look(n_seeds: int, looks: tuple[int, ...]) -> int | None:
     """Return the index of the last declared look that `n_seeds` seeds reach, or None before the first."""
     reached = [index for index, look in enumerate(looks) if look <= n_seeds]
     return reached[-1] if reached else None
+
+
+def look_sizes(criteria: Criteria, n_seeds: int) -> tuple[int, ...]:
+    """Return the numbers of seeds below `n_seeds` at which an arm may be looked at."""
+    sizes = range(2, n_seeds) if criteria.anytime else criteria.looks
+    return tuple(size for size in sizes if size < n_seeds)
 
 
 def log_e_value(t: FloatArray, n: int, prior_variance: float = PRIOR_VARIANCE) -> FloatArray:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from fp8parity.early_stop import judge_with_stops, stops_of
 from fp8parity.ledger import why_unfinished
 from fp8parity.recipe_file import parse_fraction
 from fp8parity.study import criteria_from_json, is_post_hoc
@@ -16,7 +17,7 @@ from fp8parity_analysis.curves import CurveSet
 from fp8parity_analysis.errors import BadInputError
 from fp8parity_analysis.importers import ImportSettings, read_curves
 from fp8parity_analysis.json_files import read_json, write_json
-from fp8parity_analysis.store import read_runs, read_study
+from fp8parity_analysis.store import RunRecord, read_runs, read_study
 from fp8parity_analysis.verdict import Judgement
 from fp8parity_analysis.verdict import judge as judge_curves
 
@@ -55,8 +56,14 @@ def judge_study(study_dir: Path, options: Mapping[str, Any]) -> Judgement:
             f"{study_dir}: {len(gone)} runs of the study are not on the disk ({', '.join(gone[:3])}); a verdict "
             "without them would be about the survivors. Run the study again, or take them out of the recipe file"
         )
-    curves = _with_reasons(CurveSet.from_runs(records), study_dir)
-    return judge_curves(curves, criteria, post_hoc=is_post_hoc(criteria, study["criteria_at_launch"]))
+    post_hoc = is_post_hoc(criteria, study["criteria_at_launch"])
+
+    def judge(some: Sequence[RunRecord]) -> Judgement:
+        curves = _with_reasons(CurveSet.from_runs(list(some)), study_dir)
+        return judge_curves(curves, criteria, post_hoc=post_hoc)
+
+    stops = stops_of(study)
+    return judge_with_stops(records, stops, judge) if stops else judge(records)
 
 
 def _with_reasons(curves: CurveSet, study_dir: Path) -> CurveSet:

@@ -21,7 +21,7 @@ from fp8parity.devices import device_memory, visible_gpus
 from fp8parity.errors import EXIT_INTERRUPTED, InterruptedRunError
 from fp8parity.faults import Fault
 from fp8parity.jobs import Job, RunState, job_of
-from fp8parity.ledger import LAUNCHED, STANDBY, STANDBY_LIMITED, WITHDRAWN, ledger_line
+from fp8parity.ledger import LAUNCHED, STANDBY, STANDBY_LIMITED, STOPPED_EARLY, WITHDRAWN, ledger_line
 from fp8parity.memory import PROCESS_BYTES
 from fp8parity.process import PARENT_PID, start_ticks
 from fp8parity.progress import stage_of
@@ -84,6 +84,8 @@ class Launcher:
     hang_after_s: float = HANG_AFTER_S
     device_bytes: int | None = None
     depth: Depth | None = None
+    unwanted: Callable[[], Mapping[str, str]] = dict
+    news: bool = True
     standbys: list[Job] = field(default_factory=list)
     running: list[Job] = field(default_factory=list)
     ended: list[Job] = field(default_factory=list)
@@ -107,6 +109,18 @@ class Launcher:
 
     def _device(self, slot: int) -> int:
         return slot % max(1, len(self.gpus))
+
+    def _drop_unwanted(self) -> None:
+        """Take out the runs that nobody needs any more, asked after every end of a run; what trains may finish."""
+        if not self.news:
+            return
+        self.news = False
+        unwanted = self.unwanted()
+        self._withdraw([job for job in self.standbys if job.run_id in unwanted])
+        for job in [job for job in self.queue if job.run_id in unwanted]:
+            self.queue.remove(job)
+            job.outcome, job.reason = STOPPED_EARLY, unwanted[job.run_id]
+            self.ended.append(job)
 
     def _free_slots(self) -> list[int]:
         taken = {job.slot for job in self.running}
@@ -210,6 +224,7 @@ class Launcher:
 
     def _settle(self, job: Job, code: int) -> None:
         """Decide what an exit code means: a result, an interruption, a mistake of the user's, or a fault."""
+        self.news = True
         result = _result_of(job.run_dir)
         if result is not None:  # also of a worker that was killed after it had written its manifest
             job.outcome, job.reason = result, ""
@@ -257,6 +272,7 @@ class Launcher:
     def _run(self) -> None:
         with self._signals():
             while self.queue or self.running or self.standbys:
+                self._drop_unwanted()
                 self._start_what_fits()
                 self._prepare_next()
                 self._free_what_waits_elsewhere()
@@ -314,18 +330,20 @@ def launch(
     hang_after_s: float = HANG_AFTER_S,
     memory: Mapping[str, int] | None = None,
     standby: Depth | None = None,
+    unwanted: Callable[[], Mapping[str, str]] = dict,
 ) -> list[RunState]:
     """Train the runs that are not finished, `slots` at a time, and return how each of them ended.
 
     `memory` gives the estimated bytes of runs by id; with it no more runs share a device than its memory holds.
     `standby` is how far the workers of the next runs prepare while others train; None: they start when a slot is free.
+    `unwanted` is asked after every end of a run which runs need not be started, by id, with the reason.
     Raises `InterruptedRunError` after a signal.
     """
     pending = [path for path in run_dirs if not (path / schema.MANIFEST_FILE).exists()]
     gpus = visible_gpus() if use_gpus else []
     jobs = [job_of(path, (memory or {}).get(path.name, 0)) for path in pending]
     total = device_memory(gpus) if memory else None
-    launcher = Launcher(out, slots, gpus, on_change, jobs, hang_after_s, total, standby)
+    launcher = Launcher(out, slots, gpus, on_change, jobs, hang_after_s, total, standby, unwanted)
     pid = os.getpid()
     facts = {"pid": pid, "born": start_ticks(pid), "host": socket.gethostname()}
     ledger_line(

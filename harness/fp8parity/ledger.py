@@ -27,6 +27,9 @@ WITHDRAWN = "withdrawn"
 STANDBY_LIMITED = "standby_limited"
 """Event of the launcher: memory ran out beside a prepared model, so workers prepare less from here on."""
 
+STOPPED_EARLY = "stopped_early"
+"""Event of an arm that failed at a declared look, key of study.json, and state of the runs that it needs no more."""
+
 
 def ledger_line(out: Path, run_id: str, event: str, **facts: Any) -> None:
     """Append one line to the study's ledger; on a full disk a warning, since it must not end the other runs."""

@@ -99,6 +99,10 @@ class CriteriaSpec(Frozen):
     anytime: bool = Field(
         False, description="Intervals valid at any number of seeds, instead of declared looks."
     )
+    early_stop: Literal["fail"] | None = Field(
+        None,
+        description="fail: an arm that has failed at a declared look gets no further seeds. Default: all are trained.",
+    )
     correction: Literal["per_comparison", "holm"] = Field(
         "per_comparison", description="holm: verdicts corrected over the recipes of the study too."
     )

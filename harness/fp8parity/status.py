@@ -15,7 +15,7 @@ from statistics import fmean, median
 from typing import Any
 
 from fp8parity.errors import UsageError
-from fp8parity.ledger import LAUNCHED, STANDBY, WITHDRAWN, read_ledger
+from fp8parity.ledger import LAUNCHED, STANDBY, STOPPED_EARLY, WITHDRAWN, read_ledger
 from fp8parity.process import is_alive
 from fp8parity.progress import HEARTBEAT_FILE, last_rows, stage_of
 from fp8parity_analysis import schema
@@ -28,7 +28,7 @@ FRESH_SECONDS = 30.0
 SILENT_SECONDS = 60.0
 """A running worker that wrote nothing for longer is worth an alert; the launcher ends it later."""
 
-ENDED = ("finished", "diverged", "failed", "invalid", "refused", "interrupted", "hung")
+ENDED = ("finished", "diverged", "failed", "invalid", "refused", "interrupted", "hung", STOPPED_EARLY)
 """States in which nothing goes on. finished and diverged are results; the others are tried again by the next launch."""
 
 EVAL_ROWS = 4
@@ -160,13 +160,15 @@ def _took(own: Sequence[Entry], manifest: Entry | None) -> float | None:
     return _finite(manifest.get("wall_seconds"))
 
 
-def _run(run_dir: Path, own: Sequence[tuple[int, Entry]], launch: _Launch) -> RunStatus:
+def _run(run_dir: Path, own: Sequence[tuple[int, Entry]], launch: _Launch, *, not_needed: bool) -> RunStatus:
     document = read_json(run_dir / schema.SPEC_FILE)
     train: Entry = document["spec"]["train"]
     path = run_dir / schema.MANIFEST_FILE
     manifest = read_json(path) if path.exists() else None
     silent = None if manifest else _silence(run_dir)
     state = str(manifest.get("status")) if manifest else _state(run_dir, own, launch, silent)
+    if not_needed and state not in ("finished", "diverged", "running", "starting"):
+        state = STOPPED_EARLY
     running = state in ("running", "starting")
     rows = last_rows(run_dir / schema.CURVE_STREAM, None if running else 1)
     row = rows[-1] if rows else None
@@ -234,6 +236,18 @@ def _run_dirs(directory: Path) -> list[Path]:
     return found
 
 
+def _dropped(directory: Path, run_dirs: Sequence[Path]) -> frozenset[str]:
+    """Return the runs that are not trained because their arm was stopped early."""
+    path = directory / schema.STUDY_FILE
+    stops = read_json(path).get(STOPPED_EARLY) if path.exists() else None
+    if not stops:
+        return frozenset()
+    from fp8parity.early_stop import dropped, place_of, stops_of  # judges: imports pandas
+
+    places = [place_of(read_json(run_dir / schema.SPEC_FILE)) for run_dir in run_dirs]
+    return dropped(places, stops_of({STOPPED_EARLY: stops}))
+
+
 def study_status(directory: Path) -> dict[str, Any]:
     """Return where the study in `directory` stands, as JSON values.
 
@@ -247,7 +261,10 @@ def study_status(directory: Path) -> dict[str, Any]:
     for place, entry in enumerate(entries):
         own.setdefault(str(entry.get("run_id")), []).append((place, entry))
     try:
-        runs = [_run(path, own.get(path.name, []), launch) for path in run_dirs]
+        dropped = _dropped(directory, run_dirs)
+        runs = [
+            _run(path, own.get(path.name, []), launch, not_needed=path.name in dropped) for path in run_dirs
+        ]
     except (KeyError, TypeError, ValueError) as error:
         raise BadInputError(f"{directory}: a file of a run lacks what every run has ({error!r})") from error
     rates = [run.tokens_per_s for run in runs if run.state == "running" and run.tokens_per_s]

@@ -16,6 +16,7 @@ from typing import Any
 from fp8parity import environment
 from fp8parity.devices import visible_gpus
 from fp8parity.errors import UsageError
+from fp8parity.ledger import STOPPED_EARLY
 from fp8parity.matrix import Matrix, PlannedRun, resolve_data_path
 from fp8parity.spec import DataSpec
 from fp8parity.token_meta import read_meta
@@ -196,6 +197,12 @@ def lay_out(matrix: Matrix, out: Path) -> list[Path]:
             "criteria_at_launch": study["criteria_at_launch"] if study else launch_digest(criteria),
             "created_at": study["created_at"] if study else datetime.now(UTC).isoformat(timespec="seconds"),
             "runs": [run.run_id for run in matrix.runs],
+            # whoever takes the rule away wants the runs that it left out
+            **(
+                {key: study[key] for key in (STOPPED_EARLY,) if key in study}
+                if study and criteria.early_stop
+                else {}
+            ),
         },
     )
     (out / schema.RECIPE_COPY).write_bytes(recipe)

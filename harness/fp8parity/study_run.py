@@ -9,6 +9,7 @@ from pathlib import Path
 from rich.console import Console
 
 from fp8parity import matrix, study
+from fp8parity.early_stop import EarlyStop
 from fp8parity.errors import Fp8ParityError, InterruptedRunError, UsageError
 from fp8parity.jobs import RunState
 from fp8parity.launch import launch
@@ -80,9 +81,13 @@ def _train_missing(
     plan: Matrix, out: Path, run_dirs: list[Path], console: Console, asked: int | None
 ) -> list[RunState]:
     """Train the runs without a manifest and return how each of them ended; raises when there is nothing to judge."""
+    stopper = EarlyStop(plan, study.criteria_of(plan), out)
+    unwanted = stopper.unwanted()
+    run_dirs = [path for path in run_dirs if path.name not in unwanted]
     done = sum((path / schema.MANIFEST_FILE).exists() for path in run_dirs)
     slots = slots_of(plan, asked)
     words = f"{len(run_dirs)} runs, {done} already finished"
+    words += f", {len(unwanted)} not trained ({next(iter(unwanted.values()))})" if unwanted else ""
     console.print(
         f"{plan.name}: {words}" + (f", {slots} at a time" if done < len(run_dirs) else ""), markup=False
     )
@@ -102,6 +107,7 @@ def _train_missing(
             hang_after_s=plan.runtime.hang_after_s,
             memory=memory,
             standby=standby_of(plan, asked),
+            unwanted=stopper.unwanted,
         )
     try:
         _raise_on_refusal(states)
