@@ -18,6 +18,7 @@ EVAL_STREAM = "eval.jsonl"
 EVAL_FILE = "eval.parquet"
 LOG_FILE = "log.txt"
 CHECKPOINT_DIR = "checkpoints"
+KEPT_DIR = "kept_checkpoints"
 TENSOR_STATS_DIR = "tensor_stats"
 
 # Files of a study (output) directory.
@@ -34,6 +35,10 @@ CURVE_COLUMNS = ("step", "tokens", "train_loss", "grad_norm", "lr", "step_time",
 """One row per optimizer step. `step` counts from 1; `tokens` is cumulative; `train_loss` is the mean loss in
 nats per token over the step's whole batch; `grad_norm` is the global L2 norm before clipping; `lr` is the rate
 used by this step; `step_time` is wall seconds; `batch_digest` identifies the step's rows in any order."""
+
+CURVE_OPTIONAL_COLUMNS = ("precision",)
+"""Columns that a curve may have: `precision` names what each step was trained in (`bf16` or an FP8 recipe), in runs
+that change it."""
 
 EVAL_COLUMNS = ("step", "split", "eval_precision", "loss")
 """One row per evaluation: `split` is `held_out`, `eval_precision` is `bf16` or `arm`, `loss` in nats per token."""
@@ -70,8 +75,10 @@ SPEC_KEYS = (
 `data_path` leads from the run directory to the token file; `spec` is the canonical RunSpec, the only part that is
 hashed into `run_id`."""
 
-SPEC_OPTIONAL_KEYS = ("probe",)
-"""Keys that `spec.json` may hold: `probe` says after which steps tensor statistics are taken, and of which casts."""
+SPEC_OPTIONAL_KEYS = ("probe", "keep_checkpoints", "parent_checkpoint")
+"""Keys that `spec.json` may hold: `probe` says after which steps tensor statistics are taken, and of which casts;
+`keep_checkpoints` of which steps the checkpoint stays; `parent_checkpoint` leads from the run directory to the
+checkpoint that a fork starts from."""
 
 MANIFEST_KEYS = (
     "schema_version",
@@ -100,9 +107,10 @@ MANIFEST_KEYS = (
 in training and evaluation, differences from the declaration); `effective` records what was in force
 (backend, compute dtype, compile mode); `environment` is the fingerprint of what can change numerics."""
 
-MANIFEST_OPTIONAL_KEYS = ("alerts",)
+MANIFEST_OPTIONAL_KEYS = ("alerts", "phases")
 """Keys that a manifest may hold: `alerts` lists what was noticed in the tensor statistics (`tensor_schema.ALERT_KEYS`);
-absent where none were taken."""
+absent where none were taken. `phases` lists first and last step, recipe and proof of execution of each phase of a run
+that changed its precision; `conversion` and `execution` are then those of the first."""
 
 
 class Status(StrEnum):

@@ -103,14 +103,16 @@ class RunWriter:
     """Writes the curves and tensor statistics of one run: `append_*` while it trains, `finish` once at its end.
 
     `resume_step` is the optimizer step training continues from: later rows, left by a killed process, are cut
-    off first, so no step stands twice. Rows must carry exactly the columns of `schema.CURVE_COLUMNS` or
-    `schema.EVAL_COLUMNS`. Losses may be NaN or infinite. Errors: `OSError` when the disk is full or read-only.
+    off first, so no step stands twice. Rows must carry exactly the columns of `schema.CURVE_COLUMNS` (and
+    `extra_columns`, of `schema.CURVE_OPTIONAL_COLUMNS`) or `schema.EVAL_COLUMNS`. Losses may be NaN or infinite.
+    Errors: `OSError` when the disk is full or read-only.
     """
 
-    def __init__(self, run_dir: Path, *, resume_step: int = 0) -> None:
+    def __init__(self, run_dir: Path, *, resume_step: int = 0, extra_columns: tuple[str, ...] = ()) -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
         self.run_dir = run_dir
-        self._curve = _Stream(run_dir / schema.CURVE_STREAM, schema.CURVE_COLUMNS, resume_step)
+        self._curve_columns = (*schema.CURVE_COLUMNS, *extra_columns)
+        self._curve = _Stream(run_dir / schema.CURVE_STREAM, self._curve_columns, resume_step)
         self._evals = _Stream(run_dir / schema.EVAL_STREAM, schema.EVAL_COLUMNS, resume_step)
         _cut_parts(run_dir / schema.TENSOR_STATS_DIR, resume_step)
 
@@ -142,7 +144,7 @@ class RunWriter:
             raise ValueError(f"manifest keys differ from the schema in {missing}")
         self.close()
         for stream, target, columns in (
-            (schema.CURVE_STREAM, schema.CURVE_FILE, schema.CURVE_COLUMNS),
+            (schema.CURVE_STREAM, schema.CURVE_FILE, self._curve_columns),
             (schema.EVAL_STREAM, schema.EVAL_FILE, schema.EVAL_COLUMNS),
         ):
             table = read_stream(self.run_dir / stream, columns)

@@ -19,14 +19,20 @@ from fp8parity.spec import RunSpec
 
 
 class Checkpointer(L.Callback):
-    """Saves by rename every `every` optimizer steps, after the rows up to that step are on the disk; keeps two."""
+    """Saves by rename every `every` optimizer steps, after the rows up to that step are on the disk; keeps two.
+
+    The step `phase_end` is saved too: the next phase of the run (`phases.py`) resumes from it.
+    """
 
     KEEP = 2
 
-    def __init__(self, recorder: CurveRecorder, directory: Path, every: int) -> None:
+    def __init__(
+        self, recorder: CurveRecorder, directory: Path, every: int, phase_end: int | None = None
+    ) -> None:
         self.recorder = recorder
         self.directory = directory
         self.every = every
+        self.phase_end = phase_end
         self._done = 0
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -48,28 +54,33 @@ class Checkpointer(L.Callback):
         step = trainer.global_step
         if trainer.should_stop:
             return
-        if step != self._done and step % self.every == 0 and step < self.recorder.spec.train.steps:
+        due = step % self.every == 0 or step == self.phase_end
+        if step != self._done and due and step < self.recorder.spec.train.steps:
             self.save(trainer)
 
     def save(self, trainer: L.Trainer) -> None:
         """Write a checkpoint of the current step."""
         self._done = trainer.global_step
         self.recorder.flush()
-        self.directory.mkdir(exist_ok=True)
-        target = self.directory / f"step-{trainer.global_step:09d}.ckpt"
-        temporary = target.with_suffix(".tmp")
-        try:
-            trainer.save_checkpoint(temporary)
-            with temporary.open("rb") as handle:
-                os.fsync(
-                    handle.fileno()
-                )  # a power cut after the rename must not leave an empty file under its name
-            os.replace(temporary, target)
-        finally:
-            temporary.unlink(missing_ok=True)
+        write_checkpoint(trainer, self.directory / f"step-{trainer.global_step:09d}.ckpt")
         for old in checkpoints(self.directory)[: -self.KEEP]:
             old.unlink()
         self.recorder.restart_clock()
+
+
+def write_checkpoint(trainer: L.Trainer, target: Path) -> None:
+    """Write a checkpoint of the current step by rename, so that no half of one has its name."""
+    target.parent.mkdir(exist_ok=True)
+    temporary = target.with_suffix(".tmp")
+    try:
+        trainer.save_checkpoint(temporary)
+        with temporary.open("rb") as handle:
+            os.fsync(
+                handle.fileno()
+            )  # a power cut after the rename must not leave an empty file under its name
+        os.replace(temporary, target)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def checkpoints(directory: Path) -> list[Path]:

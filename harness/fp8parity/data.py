@@ -182,7 +182,7 @@ class BatchPlan:
 
     The training tokens are cut into windows of `context` + 1 tokens; each epoch visits every window once, in an
     order and with an offset drawn from (seed, epoch). `replica` > 0 with `reorder` permutes the rows inside each
-    batch, which changes the order of sums and nothing else.
+    batch, which changes the order of sums and nothing else. A fork starts `batches_before` batches into that order.
     """
 
     tokens: Tokens
@@ -190,6 +190,7 @@ class BatchPlan:
     batch_size: int
     seed: int
     reorder_replica: int = 0
+    batches_before: int = 0
 
     @property
     def windows(self) -> int:
@@ -207,6 +208,7 @@ class BatchPlan:
 
     def rows(self, step: int) -> npt.NDArray[np.int64]:
         """Return the rows of step `step` (from 0), int64 [batch_size, context + 1]."""
+        step += self.batches_before
         first = step * self.batch_size
         starts = self._starts(np.arange(first, first + self.batch_size, dtype=np.int64))
         if self.reorder_replica:

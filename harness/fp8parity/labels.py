@@ -11,13 +11,17 @@ from fp8parity.spec import ModelSpec, RunSpec
 
 def varying(specs: Iterable[RunSpec], *, precision: bool) -> list[tuple[str, str]]:
     """Return the (section, key) whose value differs between the specs, precision's or all others."""
-    seen: dict[tuple[str, str], set[str]] = {}
-    for spec in specs:
-        for section, values in spec.canonical().items():
-            if isinstance(values, dict) and (section == "precision") == precision:
-                for key, value in values.items():
-                    seen.setdefault((section, key), set()).add(repr(value))
-    return [path for path, values in seen.items() if len(values) > 1]
+    cells = [
+        {
+            (section, key): repr(value)
+            for section, values in spec.canonical().items()
+            if isinstance(values, dict) and section != "parent" and (section == "precision") == precision
+            for key, value in values.items()
+        }
+        for spec in specs
+    ]
+    paths = dict.fromkeys(path for cell in cells for path in cell)
+    return [path for path in paths if len({cell.get(path) for cell in cells}) > 1]
 
 
 def varying_within_recipes(cells: Sequence[RunSpec]) -> list[tuple[str, str]]:
@@ -38,7 +42,7 @@ def arm_label(spec: RunSpec, varying: Sequence[tuple[str, str]]) -> str:
         first, last = values["keep_first"], values["keep_last"]
         parts.append(f"n{first}" if first == last else f"n{first}_{last}")
     others = [key for key in keys if key not in ("keep_first", "keep_last")]
-    return "-".join([*parts, *(f"{key}={_short(values[key])}" for key in others)])
+    return "-".join([*parts, *(f"{key}={_short(values.get(key))}" for key in others)])
 
 
 def group_label(spec: RunSpec, varying: Sequence[tuple[str, str]]) -> str:
@@ -48,7 +52,7 @@ def group_label(spec: RunSpec, varying: Sequence[tuple[str, str]]) -> str:
     extra = [
         (s, k) for s, k in varying if not (s == "model" and k in model_keys and spec.model.preset != "custom")
     ]
-    return "-".join([spec.model.label, *(f"{k}={_short(values[s][k])}" for s, k in extra)])
+    return "-".join([spec.model.label, *(f"{k}={_short(values.get(s, {}).get(k))}" for s, k in extra)])
 
 
 def _short(value: Any) -> str:

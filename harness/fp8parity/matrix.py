@@ -6,7 +6,7 @@ A pure function of the file. Imports no torch.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
@@ -16,8 +16,9 @@ from pydantic import ValidationError
 
 from fp8parity import layer_policy
 from fp8parity.errors import UsageError
+from fp8parity.fork import Parents
 from fp8parity.labels import arm_label, group_label, varying, varying_within_recipes
-from fp8parity.precision_rules import rule_problems
+from fp8parity.precision_rules import Problem, rule_problems
 from fp8parity.probe_spec import ProbePlan
 from fp8parity.probe_spec import resolve as resolve_probe
 from fp8parity.problems import Problems, explain
@@ -41,7 +42,7 @@ from fp8parity_analysis.schema import SCHEMA_VERSION
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """One run of the matrix with the labels that place it in a comparison, and when it is probed."""
+    """One run of the matrix with the labels that place it in a comparison, when it is probed, where a fork starts."""
 
     run_id: str
     group: str
@@ -49,6 +50,7 @@ class PlannedRun:
     role: str
     spec: RunSpec
     probe: ProbePlan = field(default_factory=ProbePlan)
+    parent_checkpoint: Path | None = None
 
     def to_json(self, study: str, data_path: str, checkpoint_every: int) -> dict[str, Any]:
         """Return the document that becomes `spec.json`; `data_path` is relative to the run directory."""
@@ -148,7 +150,8 @@ def _check_control(recipe: RecipeFile, problems: Problems) -> None:
         control = PrecisionSpec.model_validate(_control_precision(recipe))
     except ValidationError as error:
         for item in error.errors():
-            problems.add(("control", f"precision.{item['loc'][0]}"), explain(item, PrecisionSpec))
+            key = item["loc"][0] if item["loc"] else "switch_at"  # the one rule between two keys
+            problems.add(("control", f"precision.{key}"), explain(item, PrecisionSpec))
         return
     if not control.is_bf16:
         problems.add(
@@ -221,7 +224,7 @@ def _run(spec: RunSpec, group: str, arm: str, role: str) -> PlannedRun:
 
 
 def _check_cells(
-    recipe: RecipeFile, cells: Sequence[_Cell], recipe_dir: Path, problems: Problems, *, has_tests: bool
+    recipe: RecipeFile, cells: Sequence[_Cell], parents: Parents, problems: Problems, *, has_tests: bool
 ) -> list[RunSpec]:
     """Validate every cell and run the preflight once per cell; problems are collected, not raised."""
     valid: list[RunSpec] = []
@@ -230,7 +233,7 @@ def _check_cells(
         if spec is None:
             continue
         try:
-            rows = vocab_rows(spec, recipe_dir)
+            rows = vocab_rows(spec, parents.recipe_dir)
         except UsageError as error:
             key = "vocab_size" if str(error).startswith("vocab_size") else "path"
             problems.add(_place(cell, ("model" if key == "vocab_size" else "data", key)), str(error))
@@ -243,8 +246,16 @@ def _check_cells(
         for checked in (spec, *_replicas(recipe, spec, "test")):
             for loc, message in preflight(checked, rows):
                 problems.add(_place(cell, loc), message)
+        for loc, message in _fork_problems(recipe, spec, parents):
+            problems.add(_place(cell, loc), message)
         valid.append(spec)
     return valid
+
+
+def _fork_problems(recipe: RecipeFile, spec: RunSpec, parents: Parents) -> Iterator[Problem]:
+    packed = read_meta(resolve_data_path(spec, parents.recipe_dir)) if spec.data.source == "bin" else None
+    for seed in (*recipe.seeds, *_null_seeds(recipe)):
+        yield from parents.problems(spec, seed, packed.sha256 if packed else None)
 
 
 def expand(recipe: RecipeFile, marked: MarkedYaml) -> Matrix:
@@ -254,20 +265,24 @@ def expand(recipe: RecipeFile, marked: MarkedYaml) -> Matrix:
     cells = _cells(recipe) if has_tests else [_cell(recipe, {"precision.recipe": "bf16"}, {})]
     if not cells:
         problems.add(("exclude",), "excludes every cell; nothing is left to run")
-    if not has_tests and not recipe.null:
+    if not has_tests and not recipe.null and not recipe.runtime.keep_checkpoints:
         problems.add(
-            ("null",), "neither an FP8 recipe (axes: precision.recipe) nor a null arm: nothing to compare"
+            ("null",),
+            "neither an FP8 recipe (axes: precision.recipe) nor a null arm: nothing to compare (a study that only "
+            "trains parents of forks names runtime.keep_checkpoints)",
         )
-    valid = _check_cells(recipe, cells, marked.path.parent, problems, has_tests=has_tests)
+    parents = Parents(marked.path.parent)
+    valid = _check_cells(recipe, cells, parents, problems, has_tests=has_tests)
     _check_control(recipe, problems)
     _check_used(recipe, problems, has_tests=has_tests)
+    _check_kept(recipe, valid, problems)
     _check_criteria(recipe, problems)
     if problems:
         raise UsageError(str(problems))
     return Matrix(
         recipe.name,
         recipe.description,
-        _ordered_runs(recipe, valid),
+        _ordered_runs(recipe, valid, parents),
         recipe.criteria,
         recipe.runtime,
         marked.path,
@@ -303,6 +318,16 @@ def _check_used(recipe: RecipeFile, problems: Problems, *, has_tests: bool) -> N
             )
 
 
+def _check_kept(recipe: RecipeFile, cells: Sequence[RunSpec], problems: Problems) -> None:
+    longest = max((cell.train.steps for cell in cells), default=None)
+    beyond = [step for step in recipe.runtime.keep_checkpoints if longest is not None and step > longest]
+    if beyond:
+        problems.add(
+            ("runtime", "keep_checkpoints"),
+            f"no run reaches step {beyond[0]} (train.steps {longest}); keep a step that is trained",
+        )
+
+
 def _check_criteria(recipe: RecipeFile, problems: Problems) -> None:
     try:
         Criteria(**recipe.criteria.model_dump())
@@ -312,18 +337,22 @@ def _check_criteria(recipe: RecipeFile, problems: Problems) -> None:
         problems.add(("criteria", key) if known else ("criteria",), message if known else str(error))
 
 
-def _ordered_runs(recipe: RecipeFile, cells: Sequence[RunSpec]) -> tuple[PlannedRun, ...]:
+def _null_seeds(recipe: RecipeFile) -> list[int]:
+    """Return the seeds that only replicas of the control have."""
+    asked = {s for null in recipe.null if null.arm == "control" for s in (null.seeds or ())}
+    return sorted(asked - set(recipe.seeds))
+
+
+def _ordered_runs(recipe: RecipeFile, cells: Sequence[RunSpec], parents: Parents) -> tuple[PlannedRun, ...]:
     """Return the runs: seed by seed, control before null before tests, each run once."""
     precision_keys = varying_within_recipes(cells)
     group_keys = varying(cells, precision=False)
     runs: dict[str, PlannedRun] = {}
     fp8 = _fp8_arms(cells)
-    null_seeds = sorted(
-        {s for null in recipe.null if null.arm == "control" for s in (null.seeds or ())} - set(recipe.seeds)
-    )
+    null_seeds = _null_seeds(recipe)
     for seed in (*recipe.seeds, *null_seeds):
         for spec in cells:
-            test = spec.model_copy(update={"seed": seed})
+            test = parents.with_parent(spec, seed)
             group = group_label(spec, group_keys)
             control = _control_of(recipe, test)
             planned = [_run(control, group, "bf16", "control")]
@@ -334,7 +363,8 @@ def _ordered_runs(recipe: RecipeFile, cells: Sequence[RunSpec]) -> tuple[Planned
             for run in planned:
                 if run.run_id not in runs:
                     others = fp8.get(_shared_settings(run.spec), []) if run.spec.precision.is_bf16 else []
-                    runs[run.run_id] = _with_probe(recipe, run, others)
+                    placed = replace(run, parent_checkpoint=parents.checkpoint_of(run.spec))
+                    runs[run.run_id] = _with_probe(recipe, placed, others)
     order = {"control": 0, "null": 1, "test": 2}
     seeds = (*recipe.seeds, *null_seeds)
     return tuple(sorted(runs.values(), key=lambda r: (seeds.index(r.spec.seed), order[r.role])))

@@ -13,12 +13,13 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from fp8parity import layer_policy, precision
 from fp8parity.data import BatchPlan, batch_digest
+from fp8parity.fork_state import StartState, load_moments, load_weights
 from fp8parity.layer_policy import LayerPlan
 from fp8parity.model import DecoderLM, initialise, next_token_loss, parameters_digest
 from fp8parity.precision.bf16 import use_fp32_accumulation
 from fp8parity.precision.record import ConversionRecord
 from fp8parity.precision_rules import jitter_of
-from fp8parity.schedule import lr_factor
+from fp8parity.schedule import run_lr_factor
 from fp8parity.shapes import linear_shapes
 from fp8parity.spec import RunSpec
 
@@ -36,10 +37,13 @@ class BuiltModel:
     plan: LayerPlan
 
 
-def build_model(spec: RunSpec, vocab_rows: int) -> BuiltModel:
-    """Build, initialise, digest, convert and compile the model of a run (in that order)."""
+def build_model(spec: RunSpec, vocab_rows: int, start: StartState | None = None) -> BuiltModel:
+    """Build, initialise (a fork: as its parent was), digest, convert and compile the model of a run, in that order."""
     model = DecoderLM(spec.model, vocab_rows, activation_checkpointing=spec.train.activation_checkpointing)
-    initialise(model, spec.seed)
+    if start is None:
+        initialise(model, spec.seed)
+    else:
+        load_weights(model, start)
     init_digest = parameters_digest(model)
     plan = layer_policy.resolve(linear_shapes(spec.model, vocab_rows), spec.precision)
     record = precision.apply(model, plan, spec.precision, jitter=jitter_of(spec))
@@ -64,13 +68,27 @@ def compile_blocks(model: DecoderLM) -> None:
 
 
 class LMModule(L.LightningModule):
-    """One run's training step; the numbers of the last step are left on the device for the recorder."""
+    """One run's training step; the numbers of the last step are left on the device for the recorder.
 
-    def __init__(self, spec: RunSpec, vocab_rows: int, when_built: Callable[[], None] = lambda: None) -> None:
+    `owner` is the hash of the run that its checkpoints belong to, where `spec` is only one phase of it; `start` is
+    what a fork starts from.
+    """
+
+    def __init__(
+        self,
+        spec: RunSpec,
+        vocab_rows: int,
+        when_built: Callable[[], None] = lambda: None,
+        *,
+        owner: str = "",
+        start: StartState | None = None,
+    ) -> None:
         super().__init__()
         self.spec = spec
         self.vocab_rows = vocab_rows
         self.when_built = when_built
+        self.owner = owner or spec.hash()
+        self.start = start
         self.built: BuiltModel | None = None
         self.last_loss = torch.zeros(())
         self.last_grad_norm = torch.zeros(())
@@ -84,7 +102,7 @@ class LMModule(L.LightningModule):
     def configure_model(self) -> None:
         """Build and convert the model; Lightning calls this before it moves anything to the device."""
         if self.built is None:
-            self.built = build_model(self.spec, self.vocab_rows)
+            self.built = build_model(self.spec, self.vocab_rows, self.start)
             self.model = self.built.model
             self.when_built()
 
@@ -112,7 +130,7 @@ class LMModule(L.LightningModule):
 
     def configure_optimizers(self) -> Any:
         """Return AdamW (no decay on norms) and the schedule, stepped once per optimizer step."""
-        optim, steps = self.spec.optim, self.spec.train.steps
+        spec, optim = self.spec, self.spec.optim
         matrices = [p for p in self.parameters() if p.ndim >= 2]
         others = [p for p in self.parameters() if p.ndim < 2]
         optimizer = torch.optim.AdamW(
@@ -125,12 +143,15 @@ class LMModule(L.LightningModule):
             eps=optim.eps,
             fused=optim.fused,
         )
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_factor(step, steps, optim))
+        if self.start is not None:
+            load_moments(optimizer, self.start)
+            self.start = None  # the copy on the host has served
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: run_lr_factor(step, spec))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Write into the checkpoint which run it belongs to."""
-        checkpoint["fp8parity"] = {"spec_hash": self.spec.hash()}
+        checkpoint["fp8parity"] = {"spec_hash": self.owner}
 
 
 class _MicroBatches(IterableDataset[MicroBatch]):

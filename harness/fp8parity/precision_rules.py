@@ -72,9 +72,20 @@ def jitter_problem(spec: RunSpec) -> Problem | None:
     )
 
 
+def switch_problem(spec: RunSpec) -> Problem | None:
+    """Return why the switch to BF16 would never come."""
+    switch, steps = spec.precision.switch_at, spec.train.steps
+    if switch is None or switch < steps:
+        return None
+    return ("precision", "switch_at"), (
+        f"precision.switch_at: {switch} is not below train.steps {steps}, so no step would be BF16; write fewer steps "
+        "in FP8, or leave switch_at out"
+    )
+
+
 def rule_problems(spec: RunSpec) -> list[Problem]:
     """Return every combination in `spec` that no backend executes as declared; empty means legal."""
-    first = [backend_problem(spec.precision), jitter_problem(spec)]
+    first = [backend_problem(spec.precision), jitter_problem(spec), switch_problem(spec)]
     return [p for p in first if p is not None] + compute_problems(spec.precision, spec.train)
 
 

@@ -12,6 +12,7 @@ from fp8parity.probe_spec import ProbeSpec
 from fp8parity.problems import Problems, explain, nearest
 from fp8parity.spec import (
     DataSpec,
+    ForkSpec,
     Frozen,
     ModelSpec,
     NonNegativeInt,
@@ -30,6 +31,7 @@ SECTIONS: dict[str, type[Frozen]] = {
     "optim": OptimSpec,
     "train": TrainSpec,
     "precision": PrecisionSpec,
+    "fork_from": ForkSpec,
 }
 
 
@@ -117,6 +119,11 @@ class RuntimeSpec(Frozen):
     checkpoint_every: PositiveInt | None = Field(
         None, description="Optimizer steps; default: a tenth of the steps."
     )
+    keep_checkpoints: tuple[PositiveInt, ...] = Field(
+        (),
+        description="Steps of which every BF16 control run keeps its checkpoint for good, the last one included, so "
+        "that forks can start there (docs/fork.md).",
+    )
     slots: PositiveInt | None = Field(
         None,
         description="Runs at a time; default: cores / train.threads, or GPUs x slots_per_gpu, within memory.",
@@ -147,7 +154,9 @@ class RecipeFile(Frozen):
         "", description="Name of the study; default: the file's name."
     )
     description: str = Field("", description="One sentence for the report.")
-    base: dict[str, dict[str, Any]] = Field(description="Sections model, data, optim, train, precision.")
+    base: dict[str, dict[str, Any]] = Field(
+        description="Sections model, data, optim, train, precision; fork_from where runs start from a checkpoint."
+    )
     axes: dict[str, tuple[Any, ...]] = Field(
         default_factory=dict, description="Dotted key to a list of values; the matrix is their product."
     )
@@ -290,5 +299,5 @@ def run_spec(
     sections: Mapping[str, Mapping[str, Any]], seed: int, replica: int, kind: ReplicaKind
 ) -> RunSpec:
     """Build one run's specification; raises pydantic's `ValidationError`."""
-    sections = {name: sections.get(name, {}) for name in SECTIONS}
-    return RunSpec.model_validate({**sections, "seed": seed, "replica": replica, "replica_kind": kind})
+    present = {name: sections.get(name, {}) for name in SECTIONS if name != "fork_from" or name in sections}
+    return RunSpec.model_validate({**present, "seed": seed, "replica": replica, "replica_kind": kind})

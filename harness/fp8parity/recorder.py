@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import lightning as L
@@ -10,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fp8parity.module import LMModule, MicroBatch
-from fp8parity.schedule import lr_factor
+from fp8parity.schedule import run_lr_factor
 from fp8parity.spec import RunSpec
 from fp8parity.step_clock import Lap, StepClock, lap_seconds
 from fp8parity_analysis.store import RunWriter
@@ -23,11 +25,17 @@ WARM_STEPS = 20
 
 
 class CurveRecorder(L.Callback):
-    """Writes one row per optimizer step, and knows since when the loss is not finite."""
+    """Writes one row per optimizer step, and knows since when the loss is not finite.
 
-    def __init__(self, writer: RunWriter, spec: RunSpec) -> None:
+    `constant` are further columns, the same in every row of this session.
+    """
+
+    def __init__(
+        self, writer: RunWriter, spec: RunSpec, constant: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
         self.writer = writer
         self.spec = spec
+        self.constant = constant
         self.step = 0
         self.streak = 0
         self.first_nonfinite_step: int | None = None
@@ -76,8 +84,9 @@ class CurveRecorder(L.Callback):
         row: dict[str, Any] = {
             "step": self.step,
             "tokens": self.step * self.spec.train.tokens_per_step,
-            "lr": self.spec.optim.lr * lr_factor(self.step - 1, self.spec.train.steps, self.spec.optim),
+            "lr": self.spec.optim.lr * run_lr_factor(self.step - 1, self.spec),
             "batch_digest": batch[1],
+            **self.constant,
         }
         mean = self._loss_sum / self.spec.train.accumulate
         self._pending.append((row, self._clock.lap(), mean, pl_module.last_grad_norm))

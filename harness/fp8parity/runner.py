@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import gc
 import logging
 import os
 import random
@@ -33,7 +34,11 @@ from fp8parity.callbacks import (
 from fp8parity.checkpointing import Checkpointer, StopOnSignal, check_owner, checkpoints, newest_intact
 from fp8parity.data import BatchPlan, Tokens, held_out_rows, open_tokens, training_tokens
 from fp8parity.errors import EXIT_DIVERGED, InterruptedRunError, UsageError
+from fp8parity.fork import require_same_data
+from fp8parity.fork_state import StartState, load_start
+from fp8parity.kept import CheckpointKeeper
 from fp8parity.module import LMModule, TokenDataModule
+from fp8parity.phases import Phase, PhaseLog, phase_after
 from fp8parity.probe_recorder import ProbeRecorder
 from fp8parity.probe_spec import ProbePlan
 from fp8parity.process import end_with_parent, sole_trainer
@@ -58,7 +63,7 @@ Part = TypeVar("Part", bound=Frozen)
 
 @dataclass(frozen=True)
 class RunOrder:
-    """A run directory's order: what to train, on which tokens, how often to save and to probe."""
+    """A run directory's order: what to train, from which state, on which tokens, how often to save and to probe."""
 
     run_dir: Path
     run_id: str
@@ -66,6 +71,8 @@ class RunOrder:
     data_path: Path
     checkpoint_every: int
     probe: ProbePlan
+    keep_checkpoints: tuple[int, ...] = ()
+    parent_checkpoint: Path | None = None
 
     @property
     def study_dir(self) -> Path | None:
@@ -88,8 +95,16 @@ def read_order(run_dir: Path) -> RunOrder:
         )
     data_path = run_dir / document["data_path"]
     probe = _validated(run_dir, ProbePlan, "probe", document.get("probe", {}))
+    parent = document.get("parent_checkpoint")
     return RunOrder(
-        run_dir, str(document["run_id"]), spec, data_path, int(document["checkpoint_every"]), probe
+        run_dir,
+        str(document["run_id"]),
+        spec,
+        data_path,
+        int(document["checkpoint_every"]),
+        probe,
+        tuple(map(int, document.get("keep_checkpoints", ()))),
+        None if parent is None else run_dir / parent,
     )
 
 
@@ -160,12 +175,17 @@ class _Session:
     heartbeat: Heartbeat
     gate: Gate
     resume_from: Path | None
+    phase: Phase
+    phases: PhaseLog | None
+    keeper: CheckpointKeeper | None
 
 
 def _batch_plan(spec: RunSpec, tokens: Tokens, meta: TokenMeta) -> BatchPlan:
     train = training_tokens(tokens, meta, spec.train.context, spec.train.batch_size)
     reorder = spec.replica if spec.replica_kind == "reorder" else 0
-    return BatchPlan(train, spec.train.context, spec.train.batch_size, spec.seed, reorder)
+    return BatchPlan(
+        train, spec.train.context, spec.train.batch_size, spec.seed, reorder, spec.batches_before
+    )
 
 
 def _step_of(checkpoint: Path) -> int:
@@ -175,6 +195,7 @@ def _step_of(checkpoint: Path) -> int:
 def _session(order: RunOrder, heartbeat: Heartbeat, gate: Gate) -> _Session:
     """Check everything that can be checked before training, then build the parts."""
     spec = order.spec
+    start = _start_state(order)
     device = resolve_device(spec)
     found = environment.fingerprint(device)
     problems = version_problems(found, spec, device)
@@ -183,6 +204,7 @@ def _session(order: RunOrder, heartbeat: Heartbeat, gate: Gate) -> _Session:
     if order.study_dir is not None:
         environment.claim(order.study_dir, found)
     tokens, meta = open_tokens(order.data_path, spec.data.sha256)
+    require_same_data(spec, meta.sha256)
     try:
         vocab_rows = spec.model.resolve_vocab(meta.vocab_size)
     except ValueError as error:
@@ -192,25 +214,53 @@ def _session(order: RunOrder, heartbeat: Heartbeat, gate: Gate) -> _Session:
     resume_from = newest_intact(order.run_dir / schema.CHECKPOINT_DIR)
     if resume_from is not None:
         check_owner(resume_from, spec)
-    writer = RunWriter(order.run_dir, resume_step=_step_of(resume_from) if resume_from else 0)
-    recorder = CurveRecorder(writer, spec)
+    done = _step_of(resume_from) if resume_from else 0
+    phase = phase_after(spec, done)
+    switches = spec.precision.switch_at is not None
+    columns = {"precision": phase.spec.precision.recipe} if switches else {}
+    writer = RunWriter(order.run_dir, resume_step=done, extra_columns=tuple(columns))
+    recorder = CurveRecorder(writer, phase.spec, columns)
+    proof = ProofBeforeTraining(phase.spec, plan)
+    keep = order.keep_checkpoints
     return _Session(
         order,
         device,
         found,
-        LMModule(spec, vocab_rows, lambda: gate.wait("build", heartbeat)),
+        LMModule(
+            phase.spec,
+            vocab_rows,
+            lambda: gate.wait("build", heartbeat),
+            owner=spec.hash(),
+            start=start,
+        ),
         TokenDataModule(plan, spec.train.accumulate),
         meta,
         recorder,
         NonFiniteGuard(recorder),
-        Checkpointer(recorder, order.run_dir / schema.CHECKPOINT_DIR, order.checkpoint_every),
+        Checkpointer(
+            recorder, order.run_dir / schema.CHECKPOINT_DIR, order.checkpoint_every, phase.last_step
+        ),
         HeldOutEvaluator(recorder, held_out),
-        ProofBeforeTraining(spec, plan),
+        proof,
         ProbeRecorder(recorder, plan, order.probe) if order.probe.due_steps(spec.train.steps) else None,
         heartbeat,
         gate,
         resume_from,
+        phase,
+        PhaseLog(phase, proof) if switches else None,
+        CheckpointKeeper(recorder, order.run_dir, spec, meta.sha256, keep) if keep else None,
     )
+
+
+def _start_state(order: RunOrder) -> StartState | None:
+    """Return what a fork starts from, checked; also when it resumes, for the digest of its initial weights."""
+    if order.spec.parent is None:
+        return None
+    if order.parent_checkpoint is None:
+        raise UsageError(
+            f"{order.run_dir / schema.SPEC_FILE}: is a fork without parent_checkpoint; lay it out with fp8parity run"
+        )
+    return load_start(order.parent_checkpoint, order.spec.parent)
 
 
 def _trainer(session: _Session) -> L.Trainer:
@@ -222,7 +272,7 @@ def _trainer(session: _Session) -> L.Trainer:
         session.recorder,
         session.evaluator,
         session.guard,
-        *([session.probe] if session.probe else []),
+        *(part for part in (session.phases, session.probe, session.keeper) if part),
         session.checkpointer,
         StopOnSignal(session.checkpointer),
     ]
@@ -237,7 +287,7 @@ def _trainer(session: _Session) -> L.Trainer:
         accelerator="gpu" if session.device == "cuda" else "cpu",
         devices=1,
         precision=spec.train.compute,
-        max_steps=spec.train.steps,
+        max_steps=session.phase.last_step,
         accumulate_grad_batches=spec.train.accumulate,
         callbacks=callbacks,
         logger=False,
@@ -261,12 +311,22 @@ def _quiet() -> None:
     warnings.filterwarnings("ignore", message=".*Found .* module.* in eval mode.*")
 
 
-def _manifest(session: _Session, started: datetime, seconds: float) -> dict[str, Any]:
+@dataclass
+class _Attempt:
+    """One process's work on a run: when it began, and whether it resumed (None until known)."""
+
+    started: datetime
+    clock: float
+    resumed: bool | None = None
+
+
+def _manifest(session: _Session, attempt: _Attempt) -> dict[str, Any]:
     spec, recorder = session.order.spec, session.recorder
     built = session.module.built
     assert built is not None
     status = schema.Status.DIVERGED if session.guard.diverged else schema.Status.FINISHED
-    rate = recorder.tokens_per_second
+    # of two precisions one after the other there is no one speed
+    rate = None if session.phases else recorder.tokens_per_second
     return {
         "schema_version": schema.SCHEMA_VERSION,
         "run_id": session.order.run_id,
@@ -280,6 +340,7 @@ def _manifest(session: _Session, started: datetime, seconds: float) -> dict[str,
         "environment": session.environment,
         "conversion": built.record.to_json(),
         "execution": session.proof.proof.to_json() if session.proof.proof else None,
+        **(session.phases.manifest() if session.phases else {}),
         "effective": {
             "device": session.device,
             "compute": spec.train.compute,
@@ -291,10 +352,10 @@ def _manifest(session: _Session, started: datetime, seconds: float) -> dict[str,
             "split": session.meta.split,
             **environment.provenance(),
         },
-        "started_at": started.isoformat(timespec="seconds"),
+        "started_at": attempt.started.isoformat(timespec="seconds"),
         "finished_at": datetime.now(UTC).isoformat(timespec="seconds"),
-        "wall_seconds": round(seconds, 3),
-        "resumes": int(session.resume_from is not None),
+        "wall_seconds": round(time.perf_counter() - attempt.clock - session.gate.waited_seconds, 3),
+        "resumes": int(bool(attempt.resumed)),
         "throughput_tokens_per_s": None if rate is None else round(rate, 1),
         "model": {
             "label": spec.model.label,
@@ -315,23 +376,36 @@ def _ended(run_dir: Path) -> int | None:
 
 
 def _train_session(order: RunOrder, gate: Gate) -> None:
-    """Train from the last checkpoint to the end and write the manifest."""
-    started, clock = datetime.now(UTC), time.perf_counter()
+    """Train from the last checkpoint to the end, phase by phase, and write the manifest."""
+    attempt = _Attempt(datetime.now(UTC), time.perf_counter())
     heartbeat = Heartbeat(order.run_dir)
+    while not _train_phase(order, heartbeat, gate, attempt):
+        # the next phase builds a model of its own, and both together may not fit the device
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+    for old in checkpoints(order.run_dir / schema.CHECKPOINT_DIR):
+        old.unlink()  # a finished run never resumes
+
+
+def _train_phase(order: RunOrder, heartbeat: Heartbeat, gate: Gate, attempt: _Attempt) -> bool:
+    """Train from the last checkpoint to the end of its phase; return whether the run has ended with it."""
     heartbeat.enter("build")
     session = _session(order, heartbeat, gate)
+    if attempt.resumed is None:
+        attempt.resumed = session.resume_from is not None
     try:
         if session.resume_from:
             print(f"resuming from {session.resume_from.name}", flush=True)
         _trainer(session).fit(session.module, session.data, ckpt_path=session.resume_from, weights_only=False)
-        heartbeat.enter("finish")
         session.recorder.flush()
-        took = time.perf_counter() - clock - gate.waited_seconds
-        session.recorder.writer.finish(_manifest(session, started, took))
+        ended = session.guard.diverged or session.recorder.step >= order.spec.train.steps
+        if ended:
+            heartbeat.enter("finish")
+            session.recorder.writer.finish(_manifest(session, attempt))
     finally:
         session.recorder.writer.close()
-    for old in checkpoints(order.run_dir / schema.CHECKPOINT_DIR):
-        old.unlink()  # a finished run never resumes
+    return ended
 
 
 def train(run_dir: Path) -> int:

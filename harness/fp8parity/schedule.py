@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from fp8parity.spec import OptimSpec
+from fp8parity.spec import OptimSpec, RunSpec
 
 
 def lr_factor(step: int, steps: int, optim: OptimSpec) -> float:
@@ -26,3 +26,9 @@ def lr_factor(step: int, steps: int, optim: OptimSpec) -> float:
     decay_start = max(optim.warmup_steps, round(steps * (1 - optim.decay_fraction)))
     done = (step - decay_start) / max(1, last - decay_start)
     return 1.0 - (1 - low) * min(1.0, max(0.0, done))
+
+
+def run_lr_factor(step: int, spec: RunSpec) -> float:
+    """Return `lr_factor` of a run's optimizer step `step` (from 0); a fork may go on in its parent's schedule."""
+    before = spec.schedule_before
+    return lr_factor(before + step, before + spec.train.steps, spec.optim)

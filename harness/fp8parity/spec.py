@@ -235,11 +235,62 @@ class PrecisionSpec(Frozen):
     )
     exclude: tuple[str, ...] = Field((), description="These FQNs stay in BF16: globs, or re:REGEX.")
     convert_head: bool = Field(False, description="Let the output head be FP8 too, and count it.")
+    switch_at: PositiveInt | None = Field(
+        None,
+        description="FP8 for this many optimizer steps of the run, BF16 from then on (docs/fork.md); default: FP8 to "
+        "the end.",
+    )
+
+    @model_validator(mode="after")
+    def _has_fp8_to_leave(self) -> PrecisionSpec:
+        if self.is_bf16 and self.switch_at is not None:
+            raise ValueError(
+                f"switch_at {self.switch_at} with recipe bf16, which has no FP8 to leave; take switch_at out, or name "
+                "an FP8 recipe (the control ignores the base's switch_at by itself)"
+            )
+        return self
 
     @property
     def is_bf16(self) -> bool:
         """Whether this is the control's precision."""
         return self.recipe == "bf16"
+
+
+class ForkSpec(Frozen):
+    """Start from a BF16 checkpoint of another run instead of from drawn weights (docs/fork.md)."""
+
+    run: str = Field(
+        min_length=1,
+        description="Directory of the BF16 run to start from, relative to the recipe file. `{seed}` stands for the "
+        "seed; a pattern with * must match one control run.",
+    )
+    step: PositiveInt = Field(
+        description="The step of that run; it must be among its runtime.keep_checkpoints."
+    )
+    schedule: Literal["restart", "continue"] = Field(
+        "restart",
+        description="restart: optim's schedule runs over this run's own train.steps. continue: it goes on where the "
+        "parent's stood, over the parent's steps and train.steps together.",
+    )
+
+
+class ParentState(Frozen):
+    """The state that a fork starts from, found by `fork.Parents`: hashed, so that another state is another run.
+
+    `batches` and `schedule_steps` say how many batches of its seed's order, and steps of its schedule, lie behind it.
+    """
+
+    run_id: str
+    spec_hash: str
+    data_sha256: str
+    weights_sha256: str
+    optimizer_sha256: str
+    batches: NonNegativeInt
+    schedule_steps: NonNegativeInt
+
+
+_ABSENT_WHEN_UNSET = (("fork_from",), ("parent",), ("precision", "switch_at"))
+"""Settings that came later: left out of the canonical form while unset, so that no run is renamed by them."""
 
 
 class RunSpec(Frozen):
@@ -253,9 +304,13 @@ class RunSpec(Frozen):
     seed: NonNegativeInt
     replica: NonNegativeInt = 0
     replica_kind: ReplicaKind = "none"
+    fork_from: ForkSpec | None = None
+    parent: ParentState | None = None
 
     @model_validator(mode="after")
     def _warmup_fits(self) -> RunSpec:
+        if self.fork_from is not None and self.fork_from.schedule == "continue":
+            return self  # the parent's steps count too
         if self.optim.warmup_steps >= self.train.steps:
             raise ValueError(
                 f"optim.warmup_steps {self.optim.warmup_steps} is not below train.steps {self.train.steps}"
@@ -264,11 +319,30 @@ class RunSpec(Frozen):
 
     def canonical(self) -> dict[str, Any]:
         """Return the spec as plain JSON values with every default written out."""
-        return self.model_dump(mode="json")
+        document = self.model_dump(mode="json")
+        for *sections, key in _ABSENT_WHEN_UNSET:
+            place = document
+            for section in sections:
+                place = place[section]
+            if place[key] is None:
+                del place[key]
+        return document
+
+    @property
+    def batches_before(self) -> int:
+        """Batches of the data order that lie behind the first step: 0 unless the run is a fork."""
+        return 0 if self.parent is None else self.parent.batches
+
+    @property
+    def schedule_before(self) -> int:
+        """Steps of the schedule that lie behind the first step: 0 unless a fork continues its parent's."""
+        continues = self.fork_from is not None and self.fork_from.schedule == "continue"
+        return self.parent.schedule_steps if self.parent is not None and continues else 0
 
     def hash(self) -> str:
-        """Return the sha256 of the canonical JSON and the spec version, in hex."""
-        text = json.dumps(
-            {"spec_version": SPEC_VERSION, **self.canonical()}, sort_keys=True, separators=(",", ":")
-        )
+        """Return the sha256 of the canonical JSON and the spec version, in hex; where a parent lies is left out."""
+        document = self.canonical()
+        if self.fork_from is not None:
+            del document["fork_from"]["run"]
+        text = json.dumps({"spec_version": SPEC_VERSION, **document}, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()

@@ -16,6 +16,7 @@ from typing import Any
 from fp8parity import environment
 from fp8parity.devices import visible_gpus
 from fp8parity.errors import UsageError
+from fp8parity.fork import require_same_data, warmup_left
 from fp8parity.ledger import STOPPED_EARLY
 from fp8parity.matrix import Matrix, PlannedRun, resolve_data_path
 from fp8parity.spec import DataSpec
@@ -31,7 +32,7 @@ LOCK_FILE = ".lock"
 
 def criteria_of(matrix: Matrix) -> Criteria:
     """Return the recipe file's criteria as the analysis takes them; the warm-up is burn-in for the trajectory."""
-    warmup = max(run.spec.optim.warmup_steps for run in matrix.runs)
+    warmup = max(warmup_left(run.spec) for run in matrix.runs)
     return Criteria(**matrix.criteria.model_dump(), burn_in_step=warmup, trend=_kept_axis(matrix))
 
 
@@ -93,6 +94,7 @@ def _token_file(out: Path, run: PlannedRun, recipe_dir: Path) -> Path:
 def _check_corpus(run: PlannedRun, path: Path) -> None:
     """Fail before the first process starts when the corpus is too short; runner.py checks again with the tokens."""
     meta = read_meta(path)
+    require_same_data(run.spec, meta.sha256)
     train = run.spec.train
     windows = (meta.train_tokens - 1) // train.context - 1
     held_out = (meta.n_tokens - meta.train_tokens - 1) // train.context
@@ -215,6 +217,10 @@ def _lay_out_run(run: PlannedRun, out: Path, matrix: Matrix, token_file: Path) -
     data_path = os.path.relpath(token_file.resolve(), run_dir.resolve())
     every = matrix.runtime.checkpoint_every or max(1, run.spec.train.steps // 10)
     document = run.to_json(matrix.name, data_path, every)
+    if run.role == schema.Role.CONTROL and matrix.runtime.keep_checkpoints:
+        document["keep_checkpoints"] = list(matrix.runtime.keep_checkpoints)
+    if run.parent_checkpoint is not None:
+        document["parent_checkpoint"] = os.path.relpath(run.parent_checkpoint.resolve(), run_dir.resolve())
     path = run_dir / schema.SPEC_FILE
     if not path.exists() or read_json(path) != document:
         write_json(path, document)
