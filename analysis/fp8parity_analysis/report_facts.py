@@ -6,6 +6,7 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from fp8parity_analysis import report_format as fmt
+from fp8parity_analysis.forks import fork_facts, fork_limits, tail_notes
 from fp8parity_analysis.report_model import PrecisionDetail, Provenance, Table
 from fp8parity_analysis.schema import HELD_OUT
 from fp8parity_analysis.study_runs import StudyRuns, distinct, first_of, median_of
@@ -46,6 +47,7 @@ def precision_table(runs: StudyRuns) -> Table | None:
             "Share of the GEMMs' FLOPs. Formats are those of the two operands of each matrix product.",
             *_cast_sources(runs),
             *_execution_notes(runs),
+            *tail_notes({recipe: runs.tests_of(recipe) for recipe in _recipes(runs)}),
         ),
     )
 
@@ -139,6 +141,7 @@ def _facts(runs: StudyRuns, study: Mapping[str, Any], judgement: Judgement) -> I
     if study.get("recipe_sha256"):
         yield "recipe sha256", str(study["recipe_sha256"])
     yield "criteria digest", judgement.criteria.digest()
+    yield from fork_facts(list(runs.records.values()))
     manifests = list(runs.manifests())
     yield from _told("data sha256", [item.get("data_sha256") for item in manifests])
     said: set[str] = set()
@@ -208,7 +211,13 @@ def _last_loss(record: RunRecord) -> str:
 
 def limits_of(runs: StudyRuns, judgement: Judgement) -> tuple[str, ...]:
     """Return what the verdicts do not claim: each line names a limit and what would be needed beyond it."""
-    return (*_horizon(runs, judgement), *_setting(runs), *_numerics(runs), *_words(judgement))
+    return (
+        *fork_limits(list(runs.records.values())),
+        *_horizon(runs, judgement),
+        *_setting(runs),
+        *_numerics(runs),
+        *_words(judgement),
+    )
 
 
 def _horizon(runs: StudyRuns, judgement: Judgement) -> Iterator[str]:

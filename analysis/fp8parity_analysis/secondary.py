@@ -11,6 +11,7 @@ from fp8parity_analysis import core, paired, tokens, trajectory
 from fp8parity_analysis import gap as gaps
 from fp8parity_analysis.divergence import growth_of, soft_divergence
 from fp8parity_analysis.estimate import Basis, null_units
+from fp8parity_analysis.forks import is_fork
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -120,8 +121,11 @@ def token_cost(
 ) -> Mapping[str, Any] | None:
     """Return the extra tokens that close the gap, with interval, and whether the speed-up pays for them.
 
-    None when the control's loss does not fall over its last third, so that no price can be given.
+    None when the control's loss does not fall over its last third, so that no price can be given, and in forks, whose
+    loss falls as their schedule makes it.
     """
+    if is_fork(pairs.arm):
+        return None
     mean_control = gaps.seed_mean(pairs.control_log[rows])
     slope = tokens.log_slope(mean_control, pairs.steps.astype(np.float64))
     if slope is None:

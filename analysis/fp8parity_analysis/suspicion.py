@@ -8,6 +8,7 @@ import numpy as np
 
 from fp8parity_analysis import gap as gaps
 from fp8parity_analysis.arms import SHOWN, Arm, differing, listed, runs_of, series_of
+from fp8parity_analysis.forks import PARENT_PREFIX
 from fp8parity_analysis.health import nonfinite_from
 from fp8parity_analysis.schema import EVAL_ARM, EVAL_BF16, TRAIN, Role, Status
 
@@ -133,7 +134,11 @@ def _between_seeds(arm: Arm, seeds: Sequence[int]) -> Iterator[str]:
     reference = arm.control[seeds[0]][0]
     for seed in seeds[1:]:
         other = arm.control[seed][0]
-        keys = [key for key in dict.fromkeys([*reference.identity, *other.identity]) if key not in _SEEDS_OWN]
+        keys = [
+            key
+            for key in dict.fromkeys([*reference.identity, *other.identity])
+            if key not in _SEEDS_OWN and not key.startswith(PARENT_PREFIX)
+        ]
         found = [
             f"{key}: {reference.identity.get(key)} != {other.identity.get(key)}"
             for key in keys

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import glob
 import hashlib
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +31,8 @@ _SHARED_TRAIN = ("batch_size", "context", "compute")
 """Batch and context fix what a position in the data means, compute what the weights are stored in."""
 
 
-@dataclass(frozen=True)
-class Parent:
-    """A parent's kept state: what is hashed, and the checkpoint file."""
-
-    state: ParentState
-    checkpoint: Path
+SHOWN_STARTS = 4
+"""How many parents a plan spells out."""
 
 
 class _NoParentError(Exception):
@@ -203,6 +198,31 @@ def data_problem(state: ParentState, data_sha256: str) -> str:
         f"the token file's sha256 is {data_sha256[:16]}..., but the parent {state.run_id} was trained on "
         f"{state.data_sha256[:16]}...; a fork goes on in its parent's data: name the parent's token file"
     )
+
+
+def fork_words(specs: Sequence[RunSpec]) -> list[str]:
+    """Return what a plan says of its forks: where they start, and what their seeds vary; empty without one."""
+    starts: dict[tuple[str, int], set[int]] = {}
+    for spec in specs:
+        if spec.fork_from is not None and spec.parent is not None:
+            starts.setdefault((spec.parent.run_id, spec.fork_from.step), set()).add(spec.seed)
+    if not starts:
+        return []
+    told = [f"step {step} of {run_id} (seeds {_listed(seeds)})" for (run_id, step), seeds in starts.items()]
+    shown = "; ".join(told[:SHOWN_STARTS]) + (
+        f"; and {len(told) - SHOWN_STARTS} more" if len(told) > SHOWN_STARTS else ""
+    )
+    lines = [f"Forked from {shown}. Steps and tokens here count from the fork."]
+    if any(len(seeds) > 1 for seeds in starts.values()):
+        lines.append(
+            "Seeds that share a parent differ in the order of data after the fork only: their verdict is about that "
+            "parent. With {seed} in fork_from.run each seed has a parent of its own."
+        )
+    return lines
+
+
+def _listed(seeds: Iterable[int]) -> str:
+    return ", ".join(map(str, sorted(seeds)))
 
 
 def require_same_data(spec: RunSpec, data_sha256: str) -> None:

@@ -34,10 +34,12 @@ def varying_within_recipes(cells: Sequence[RunSpec]) -> list[tuple[str, str]]:
 
 
 def arm_label(spec: RunSpec, varying: Sequence[tuple[str, str]]) -> str:
-    """Name an FP8 arm: the recipe, `nN` for N GEMMs kept at both ends, and any other key that varies."""
+    """Name an FP8 arm: the recipe, `nN` for N GEMMs kept at both ends, any other key that varies, a BF16 tail."""
     values = spec.canonical()["precision"]
     parts = [values["recipe"]]
-    keys = [key for _, key in varying if key != "recipe"]
+    keys = [key for _, key in varying if key not in ("recipe", "switch_at")]
+    if values.get("switch_at"):  # an arm that ends in BF16 is never called by the recipe alone
+        keys.append("switch_at")
     if {"keep_first", "keep_last"} & set(keys):
         first, last = values["keep_first"], values["keep_last"]
         parts.append(f"n{first}" if first == last else f"n{first}_{last}")

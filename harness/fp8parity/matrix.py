@@ -87,6 +87,11 @@ class Matrix:
         """Number of (test, control) pairs."""
         return sum(run.role == "test" and run.spec.replica == 0 for run in self.runs)
 
+    @property
+    def compares(self) -> bool:
+        """Whether anything is compared; a study may also train parents of forks only."""
+        return any(run.role != "control" for run in self.runs)
+
 
 @dataclass(frozen=True)
 class _Cell:

@@ -8,6 +8,7 @@ from typing import Any
 
 from fp8parity import layer_policy
 from fp8parity.devices import default_slots, visible_gpus
+from fp8parity.fork import fork_words
 from fp8parity.matrix import Matrix, PlannedRun, vocab_rows
 from fp8parity.memory import FORMULA, PROCESS_BYTES, estimate
 from fp8parity.shapes import linear_shapes, parameter_count
@@ -58,6 +59,8 @@ def _arm(matrix: Matrix, runs: list[PlannedRun]) -> dict[str, Any]:
         "role": runs[0].role,
         "runs": len(runs),
         "steps": spec.train.steps,
+        "switch_at": spec.precision.switch_at,
+        "fork_step": spec.fork_from.step if spec.fork_from else None,
         "tokens_per_run": spec.train.steps * spec.train.tokens_per_step,
         "parameters": parameter_count(spec.model, rows),
         "memory": estimate(spec, rows).to_json(),
@@ -193,7 +196,21 @@ def plan_document(matrix: Matrix) -> dict[str, Any]:
         "detection": detection,
         "errors": [],
     }
-    return {**document, "words": [*_cost_words(document, rate), *_detection_words(detection)]}
+    found = (
+        _detection_words(detection)
+        if matrix.compares
+        else ["Nothing is compared: this study trains parents of forks."]
+    )
+    forks = fork_words([run.spec for run in matrix.runs])
+    return {**document, "words": [*_cost_words(document, rate), *forks, *_tail_words(arms), *found]}
+
+
+def _tail_words(arms: list[dict[str, Any]]) -> list[str]:
+    return [
+        f"{arm['arm']}: FP8 up to step {arm['switch_at']} of {arm['steps']}, BF16 from the next step on."
+        for arm in arms
+        if arm["switch_at"] is not None
+    ]
 
 
 def plan_errors(error: Exception) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from rich.console import Console
 from fp8parity import matrix, study
 from fp8parity.early_stop import EarlyStop
 from fp8parity.errors import Fp8ParityError, InterruptedRunError, UsageError
+from fp8parity.fork import kept_steps
 from fp8parity.jobs import RunState
 from fp8parity.launch import launch
 from fp8parity.matrix import Matrix
@@ -72,7 +73,10 @@ def run_study(
         run_dirs = study.lay_out(plan, out)
         with _mirrored(out, mlflow_uri):
             states = _train_missing(plan, out, run_dirs, console, slots)
-            code = _judge_and_report(out, console, any_verdict=any_verdict)
+            if plan.compares:
+                code = _judge_and_report(out, console, any_verdict=any_verdict)
+            else:
+                code = _report_parents(plan, run_dirs, console)
             show_unfinished(console, states)
             return code
 
@@ -115,6 +119,23 @@ def _train_missing(
         show_unfinished(console, states)
         raise
     return states
+
+
+def _report_parents(plan: Matrix, run_dirs: list[Path], console: Console) -> int:
+    """Say which checkpoints a study of parents has kept; `Fp8ParityError` names the runs that lack one."""
+    lacking = []
+    for run, run_dir in zip(plan.runs, run_dirs, strict=True):
+        wanted = [step for step in plan.runtime.keep_checkpoints if step <= run.spec.train.steps]
+        kept = kept_steps(run_dir)
+        missing = [step for step in wanted if step not in kept]
+        if missing:
+            lacking.append(f"{run.run_id}: no checkpoint of step {', '.join(map(str, missing))} was kept")
+        console.print(
+            f"{run_dir}: kept {', '.join(map(str, kept)) or 'nothing'}", markup=False, highlight=False
+        )
+    if lacking:
+        raise Fp8ParityError("\n".join(lacking) + f"\nthe log is in each run directory's {schema.LOG_FILE}")
+    return 0
 
 
 def _judge_and_report(out: Path, console: Console, *, any_verdict: bool) -> int:

@@ -14,9 +14,13 @@ import torch
 import yaml
 
 from fp8parity import fork, matrix, runner, study
-from fp8parity.errors import UsageError
+from fp8parity.data import batch_digest, open_tokens
+from fp8parity.errors import Fp8ParityError, UsageError
 from fp8parity.fork_state import digests, load_weights, read_state
+from fp8parity.judging import judge_study, write_results
 from fp8parity.model import DecoderLM, parameters_digest
+from fp8parity.plan import plan_document
+from fp8parity.study_run import run_study
 from fp8parity_analysis import schema
 from fp8parity_analysis.json_files import read_json, write_json
 from fp8parity_analysis.store import read_run
@@ -139,7 +143,7 @@ def test_a_fork_anneals_on_its_own_schedule_and_resumes(
         },
         "runtime": {"checkpoint_every": 2},
     }
-    whole, killed = forked(anneal, "whole")["rowwise-1"], forked(anneal, "killed")["rowwise-1"]
+    whole, killed = forked(anneal, "whole")["bf16-1"], forked(anneal, "killed")["bf16-1"]
     assert runner.train(whole) == 0
     assert list(numbers(whole)[0]["lr"]) == pytest.approx([0.003, 0.00225, 0.0015, 0.00075, 0.0], abs=1e-12)
     interrupt_at(killed, 3, monkeypatch)
@@ -153,17 +157,22 @@ def test_a_fork_anneals_on_its_own_schedule_and_resumes(
     assert manifests[0]["init_digest"] == parameters_digest(model)
 
 
+def batches(run_dir: Path, count: int) -> list[str]:
+    """Return the digests of the first batches that a run would read."""
+    order = runner.read_order(run_dir)
+    tokens, meta = open_tokens(order.data_path)
+    plan = runner._batch_plan(order.spec, tokens, meta)
+    return [batch_digest(plan.rows(step)) for step in range(count)]
+
+
 def test_one_parent_for_all_seeds_differs_in_the_order_of_data_only(forked: Fork, parents: Path) -> None:
-    dirs = forked({"base": {"fork_from": {"run": f"parents/runs/{parent_of(parents, 0).name}"}}})
+    parent = parent_of(parents, 0)
+    dirs = forked({"base": {"fork_from": {"run": f"parents/runs/{parent.name}"}}})
     specs = [runner.read_order(dirs[f"bf16-{seed}"]).spec for seed in (0, 1)]
     assert specs[0].parent == specs[1].parent
-    runs = [dirs[f"bf16-{seed}"] for seed in (0, 1)]
-    for run_dir in runs:
-        runner.train(run_dir)
-    manifests = [read_run(path).manifest or {} for path in runs]
-    assert manifests[0]["init_digest"] == manifests[1]["init_digest"]
-    curves = [numbers(path)[0] for path in runs]
-    assert not set(curves[0]["batch_digest"]) & set(curves[1]["batch_digest"])
+    own, other = (batches(dirs[f"bf16-{seed}"], 4) for seed in (0, 1))
+    assert own == list(numbers(parent, since=AT)[0]["batch_digest"])[:4]
+    assert not set(own) & set(other)
 
 
 def test_a_fork_of_a_fork_goes_on_where_the_first_stood(forked: Fork, tmp_path: Path, parents: Path) -> None:
@@ -171,16 +180,12 @@ def test_a_fork_of_a_fork_goes_on_where_the_first_stood(forked: Fork, tmp_path: 
     runner.train(first)
     state = runner.read_order(first).spec
     assert (state.batches_before, state.schedule_before) == (AT, AT)
-    changes = {
-        "seeds": [0],
-        "base": {"train": {"steps": 3}, "fork_from": {"run": f"first/runs/{first.name}", "step": 3}},
-    }
+    source = {"run": f"first/runs/{first.name}", "step": 3}
+    changes = {"seeds": [0], "base": {"train": {"steps": 3}, "fork_from": source}}
     second = forked(changes, "second")["bf16-0"]
-    runner.train(second)
     order = runner.read_order(second).spec
     assert (order.batches_before, order.schedule_before) == (AT + 3, AT + 3)
-    digest = numbers(parent_of(parents, 0), since=AT + 3)[0]["batch_digest"]
-    assert list(numbers(second)[0]["batch_digest"]) == list(digest)
+    assert batches(second, 3) == list(numbers(parent_of(parents, 0), since=AT + 3)[0]["batch_digest"])
 
 
 def test_the_step_is_an_axis_and_the_state_is_in_the_name(forked: Fork, tmp_path: Path) -> None:
@@ -320,3 +325,45 @@ def test_keeping_renames_no_run_and_leaves_fp8_arms_alone(lay_out: Callable[...,
         name for name, path in keeping.items() if "keep_checkpoints" in read_json(path / schema.SPEC_FILE)
     }
     assert kept == {"bf16-0", "bf16-1"}
+
+
+def test_plan_and_verdict_say_that_the_study_is_forked(forked: Fork, tmp_path: Path, parents: Path) -> None:
+    changes = {"base": {"train": {"eval_every": 1, "steps": 4}, "precision": {"switch_at": 2}}}
+    dirs = forked(changes)
+    document = plan_document(matrix.read(tmp_path / "recipe.yaml"))
+    words = "\n".join(document["words"])
+    names = [parent_of(parents, seed).name for seed in (0, 1)]
+    assert f"Forked from step {AT} of {names[0]} (seeds 0); step {AT} of {names[1]} (seeds 1)." in words
+    assert "rowwise-switch_at=2: FP8 up to step 2 of 4, BF16 from the next step on." in words
+    for run_dir in dirs.values():
+        assert runner.train(run_dir) == 0
+    judgement = judge_study(tmp_path / "fork", {})
+    verdict = next(item for item in judgement.verdicts if item.recipe == "rowwise-switch_at=2")
+    assert verdict.outcome.value not in ("INVALID", "IDENTICAL"), verdict.reasons
+    assert verdict.token_cost is None
+    assert verdict.horizon_tokens == 4 * TOKENS_PER_STEP
+    told = f"forked: both arms start from step {AT} of the BF16 run {names[0]}, {names[1]}; steps, tokens and gaps"
+    assert any(told in warning for warning in verdict.warnings)
+    assert not any("all seeds start from one state" in warning for warning in verdict.warnings)
+    evidence = next(item for item in judgement.evidence if item.recipe == verdict.recipe)
+    assert evidence.steps == (1, 2, 3, 4)  # the forked span and nothing else
+    write_results(tmp_path / "fork", judgement)
+    page = (tmp_path / "fork" / schema.REPORT_FILE).read_text()
+    assert f"{names[1]}, step {AT} (weights " in page
+    assert "About training in FP8 from the start" in page
+    assert "FP8 up to step 2, BF16 from the next step on" in page
+
+
+def test_a_study_of_parents_is_trained_and_not_judged(
+    write_recipe: WriteRecipe, tmp_path: Path, parents: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_recipe(PARENT)
+    plan = matrix.read(path)
+    assert not plan.compares
+    assert "this study trains parents of forks" in plan_document(plan)["words"][-1]
+    shutil.copytree(parents / "parents", tmp_path / "out")
+    assert run_study(path, tmp_path / "out", slots=1, any_verdict=False) == 0
+    assert f"kept {AT}, {STEPS}" in capsys.readouterr().out.replace("\n", " ")
+    fork.kept_file(next((tmp_path / "out" / "runs").glob("*-s1-*")), AT).unlink()
+    with pytest.raises(Fp8ParityError, match=f"no checkpoint of step {AT} was kept"):
+        run_study(path, tmp_path / "out", slots=1, any_verdict=False)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
-from fp8parity import matrix, module, runner
+from fp8parity import matrix, module, runner, study
 from fp8parity.errors import ExecutionMismatchError, UsageError
 from fp8parity.module import LMModule
 from fp8parity.phases import phase_after
@@ -16,12 +17,13 @@ from fp8parity.spec import PrecisionSpec
 from fp8parity_analysis import schema
 from fp8parity_analysis.store import read_run
 
-from .conftest import WriteRecipe
+from .conftest import TINY, WriteRecipe, merged
 from .test_checkpointing import interrupt_at
 from .test_fork import assert_equal_numbers, hand_over, numbers
 from .test_runner import LayOut
 
 SWITCH = 6
+ARM = f"tensorwise-switch_at={SWITCH}-0"
 TAIL: dict[str, Any] = {
     "base": {"train": {"steps": 10}, "precision": {"switch_at": SWITCH}},
     "axes": {"precision.recipe": ["tensorwise"]},
@@ -32,34 +34,61 @@ TAIL: dict[str, Any] = {
 }
 
 
-def test_a_tail_is_a_bf16_continuation_and_a_kill_changes_nothing(
-    lay_out: LayOut, monkeypatch: pytest.MonkeyPatch
+class Killed(BaseException):
+    """Leaves the disk as SIGKILL at this place would."""
+
+
+def kill_between_the_phases(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def killed() -> None:
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(runner.gc, "collect", killed)
+        with pytest.raises(Killed):
+            runner.train(run_dir)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
+    """Return a run with a tail that nothing disturbed."""
+    folder = tmp_path_factory.mktemp("tail")
+    recipe = merged(TINY, merged({"base": {"data": {"path": str(corpus)}}}, TAIL))
+    (folder / "recipe.yaml").write_text(yaml.safe_dump({k: v for k, v in recipe.items() if v is not None}))
+    plan = matrix.read(folder / "recipe.yaml")
+    dirs = dict(zip((run.arm for run in plan.runs), study.lay_out(plan, folder / "out"), strict=True))
+    run_dir = dirs[ARM.removesuffix("-0")]
+    assert runner.train(run_dir) == 0
+    return run_dir
+
+
+def test_a_tail_is_a_bf16_continuation_and_kills_change_nothing(
+    lay_out: LayOut, monkeypatch: pytest.MonkeyPatch, whole: Path
 ) -> None:
-    whole, killed = lay_out(TAIL, "whole")["tensorwise-0"], lay_out(TAIL, "killed")["tensorwise-0"]
-    assert runner.train(whole) == 0
+    killed = lay_out(TAIL, "killed")[ARM]
     interrupt_at(killed, 3, monkeypatch)  # in the FP8 phase
-    interrupt_at(killed, SWITCH + 1, monkeypatch)  # resumes, switches, and stops again in the tail
+    kill_between_the_phases(killed, monkeypatch)
     at_the_switch = killed / schema.CHECKPOINT_DIR / f"step-{SWITCH:09d}.ckpt"
     control = lay_out(TAIL, "oracle")["bf16-0"]
     hand_over(at_the_switch, control)
     assert runner.train(control) == 0
     assert_equal_numbers(numbers(whole, since=SWITCH), numbers(control, since=SWITCH))
+    interrupt_at(killed, SWITCH + 2, monkeypatch)  # in the tail
     assert runner.train(killed) == 0
     assert_equal_numbers(numbers(whole), numbers(killed))
-    assert read_run(whole).manifest["resumes"] == 0  # type: ignore[index]
-    assert read_run(killed).manifest["resumes"] == 1  # type: ignore[index]
+    ends = [read_run(path).manifest or {} for path in (whole, killed)]
+    assert [end["resumes"] for end in ends] == [0, 1]
+    assert ends[0]["phases"] == ends[1]["phases"]
 
 
-def test_every_step_says_its_precision_and_both_phases_are_proven(lay_out: LayOut) -> None:
+def test_every_step_says_its_precision_and_both_phases_are_proven(lay_out: LayOut, whole: Path) -> None:
     dirs = lay_out(TAIL)
     plain = lay_out({**TAIL, "base": {"train": {"steps": 10}}}, "plain")
     assert (
         dirs["bf16-0"].name == plain["bf16-0"].name
     )  # the control is the same run with and without the switch
-    assert dirs["tensorwise-0"].name != plain["tensorwise-0"].name
-    for run_dir in (dirs["tensorwise-0"], plain["tensorwise-0"]):
-        assert runner.train(run_dir) == 0
-    run, fp8 = read_run(dirs["tensorwise-0"]), read_run(plain["tensorwise-0"])
+    assert whole.name != plain["tensorwise-0"].name
+    assert runner.train(plain["tensorwise-0"]) == 0
+    run, fp8 = read_run(whole), read_run(plain["tensorwise-0"])
     assert list(run.curve["precision"]) == ["tensorwise"] * SWITCH + ["bf16"] * (10 - SWITCH)
     assert run.curve["train_loss"].iloc[:SWITCH].equals(fp8.curve["train_loss"].iloc[:SWITCH])
     # the step after the switch is the first whose forward pass differs
@@ -72,10 +101,8 @@ def test_every_step_says_its_precision_and_both_phases_are_proven(lay_out: LayOu
     assert [(p["first_step"], p["last_step"], p["recipe"]) for p in phases] == [
         (1, SWITCH, "tensorwise"), (SWITCH + 1, 10, "bf16"),
     ]  # fmt: skip
-    assert [(p["execution"]["train"] > 0, p["execution"]["proven"]) for p in phases] == [
-        (True, True),
-        (False, True),
-    ]
+    ran = [(phase["execution"]["train"] > 0, phase["execution"]["proven"]) for phase in phases]
+    assert ran == [(True, True), (False, True)]
     assert "phases" not in fp8.manifest
     assert "precision" not in fp8.curve
     own = run.evals.pivot_table(index="step", columns="eval_precision", values="loss")
@@ -83,30 +110,8 @@ def test_every_step_says_its_precision_and_both_phases_are_proven(lay_out: LayOu
     assert list(equal) == [step > SWITCH for step in own.index]
 
 
-def test_a_kill_between_the_phases_resumes_at_the_switch(
-    lay_out: LayOut, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run_dir = lay_out(TAIL)["tensorwise-0"]
-
-    class Killed(BaseException):
-        pass
-
-    def killed() -> None:
-        raise Killed
-
-    with monkeypatch.context() as patch:
-        patch.setattr(runner.gc, "collect", killed)
-        with pytest.raises(Killed):
-            runner.train(run_dir)
-    checkpoints = run_dir / schema.CHECKPOINT_DIR
-    assert sorted(path.name for path in checkpoints.iterdir())[-1] == f"step-{SWITCH:09d}.ckpt"
-    shutil.rmtree(run_dir / schema.TENSOR_STATS_DIR)
-    assert runner.train(run_dir) == 0
-    assert list(read_run(run_dir).curve["step"]) == list(range(1, 11))
-
-
 def test_a_tail_that_stays_fp8_never_trains(lay_out: LayOut, monkeypatch: pytest.MonkeyPatch) -> None:
-    run_dir = lay_out(TAIL)["tensorwise-0"]
+    run_dir = lay_out(TAIL)[ARM]
     build = module.build_model
 
     def stays_fp8(spec: Any, *args: Any) -> Any:
@@ -130,7 +135,7 @@ def test_a_divergence_before_the_switch_ends_the_run(
     lay_out: LayOut, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_dir = lay_out({**TAIL, "base": {"train": {"steps": 30}, "precision": {"switch_at": 20}}})[
-        "tensorwise-0"
+        "tensorwise-switch_at=20-0"
     ]
     step_of = LMModule.training_step
 
@@ -148,7 +153,7 @@ def test_a_divergence_before_the_switch_ends_the_run(
 
 def test_phases_of_a_run(lay_out: LayOut) -> None:
     dirs = lay_out(TAIL)
-    spec, control = (runner.read_order(dirs[name]).spec for name in ("tensorwise-0", "bf16-0"))
+    spec, control = (runner.read_order(dirs[name]).spec for name in (ARM, "bf16-0"))
     for done in (0, 5, 10):
         assert phase_after(control, done) == phase_after(control, 0)
     assert [phase_after(spec, done).last_step for done in (0, 5, 6, 9)] == [6, 6, 10, 10]
@@ -186,4 +191,4 @@ def test_switches_that_cannot_be(write_recipe: WriteRecipe, changes: dict[str, A
 def test_arms_are_told_apart_by_their_switch(write_recipe: WriteRecipe) -> None:
     changes = {"axes": {"precision.recipe": ["rowwise"], "precision.switch_at": [4, None]}, "seeds": [0]}
     arms = {run.arm for run in matrix.read(write_recipe(changes)).runs if run.role == "test"}
-    assert arms == {"rowwise-switch_at=4", "rowwise-switch_at=None"}
+    assert arms == {"rowwise-switch_at=4", "rowwise"}
