@@ -86,11 +86,16 @@ def followup_text(
     sections = base_sections(parsed)
     for key in [*parsed.axes, *(key for entry in parsed.include for key in entry)]:
         section, _, name = key.partition(".")
+        if section not in spec:  # another cell's: this run is no fork
+            sections.pop(section, None)
+            continue
         for real in ("keep_first", "keep_last") if name == "keep" else (name,):
-            set_dotted(sections, f"{section}.{real}", spec[section][real])
+            # what is unset may be left out of a specification
+            set_dotted(sections, f"{section}.{real}", spec[section].get(real))
     held = list(spec["precision"]["exclude"])
     sections["precision"].pop("exclude", None)
-    _move_data(sections, study_dir, target)
+    for place in (("data", "path"), ("fork_from", "run")):
+        _move(sections, *place, study_dir, target)
     study = str(read_study(study_dir)["name"])
     raw = load(stored).values
     document: dict[str, Any] = {
@@ -110,10 +115,10 @@ def followup_text(
     return head + yaml.safe_dump(document, sort_keys=False, allow_unicode=True, width=110)
 
 
-def _move_data(sections: dict[str, dict[str, Any]], study_dir: Path, target: Path) -> None:
-    """Rewrite a token file's path, which is relative to the recipe file, for the place of the new one."""
-    path = sections.get("data", {}).get("path")
+def _move(sections: dict[str, dict[str, Any]], section: str, key: str, study_dir: Path, target: Path) -> None:
+    """Rewrite a path relative to the recipe file, of a token file or a parent, for the place of the new one."""
+    path = sections.get(section, {}).get(key)
     if path is None or Path(path).is_absolute():
         return
     recipe = Path(str(read_study(study_dir)["recipe_file"]))
-    sections["data"]["path"] = os.path.relpath((recipe.parent / path).resolve(), target.parent.resolve())
+    sections[section][key] = os.path.relpath((recipe.parent / path).resolve(), target.parent.resolve())

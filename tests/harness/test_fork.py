@@ -16,6 +16,7 @@ import yaml
 from fp8parity import fork, matrix, runner, study
 from fp8parity.data import batch_digest, open_tokens
 from fp8parity.errors import Fp8ParityError, UsageError
+from fp8parity.followup import write_followup
 from fp8parity.fork_state import digests, load_weights, read_state
 from fp8parity.judging import judge_study, write_results
 from fp8parity.model import DecoderLM, parameters_digest
@@ -27,6 +28,7 @@ from fp8parity_analysis.store import read_run
 
 from .conftest import TINY, WriteRecipe, merged
 from .test_checkpointing import interrupt_at
+from .test_followup import health_of
 
 STEPS, AT, TOKENS_PER_STEP = 12, 6, 64
 PARENT: dict[str, Any] = {
@@ -352,6 +354,19 @@ def test_plan_and_verdict_say_that_the_study_is_forked(forked: Fork, tmp_path: P
     assert f"{names[1]}, step {AT} (weights " in page
     assert "About training in FP8 from the start" in page
     assert "FP8 up to step 2, BF16 from the next step on" in page
+
+
+def test_a_follow_up_of_a_fork_finds_the_parent_from_its_own_place(forked: Fork, tmp_path: Path) -> None:
+    axes = {"precision.recipe": ["rowwise"], "fork_from.step": [AT, STEPS], "precision.switch_at": [None, 2]}
+    run_dir = forked({"axes": axes})["rowwise-0"]
+    spec = read_json(run_dir / schema.SPEC_FILE)["spec"]
+    target = tmp_path / "new" / "next.yaml"
+    write_followup(tmp_path / "fork", health_of("rowwise", "blocks.1.ffn.down_proj"), spec, target)
+    runs = matrix.read(target).runs
+    assert {run.spec.parent.run_id for run in runs if run.spec.parent and run.spec.seed == 0} == {
+        spec["parent"]["run_id"]
+    }
+    assert run_dir.name.rpartition("-")[2] in {run.run_id.rpartition("-")[2] for run in runs}
 
 
 def test_a_study_of_parents_is_trained_and_not_judged(
