@@ -11,7 +11,9 @@ import pytest
 import yaml
 from typer.main import get_command
 
+from fp8parity import matrix
 from fp8parity.cli import app
+from fp8parity.errors import UsageError
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
@@ -53,3 +55,19 @@ def test_the_crontab_line_has_five_fields_and_no_percent_sign() -> None:
     (line,) = [x for x in lines if x and not x.startswith("#") and "=" not in x.split()[0]]
     assert all(re.fullmatch(r"[\d*/,-]+", field) for field in line.split()[:5])
     assert "%" not in line  # cron reads it as a newline
+
+
+def test_the_example_of_a_fork_lacks_nothing_but_its_parents(tmp_path: Path) -> None:
+    parents = matrix.read(EXAMPLES / "fork" / "parents.yaml")
+    copy = tmp_path / "examples" / "fork" / "anneal.yaml"
+    copy.parent.mkdir(parents=True)
+    shutil.copy(EXAMPLES / "fork" / "anneal.yaml", copy)
+    with pytest.raises(UsageError) as caught:
+        matrix.read(copy)
+    assert all("fork_from.run" in line and "matches no" in line for line in str(caught.value).splitlines())
+    fork = yaml.safe_load(copy.read_text(encoding="utf-8"))
+    assert set(fork["axes"]["fork_from.step"]) <= set(parents.runtime.keep_checkpoints)
+    parent = yaml.safe_load((EXAMPLES / "fork" / "parents.yaml").read_text(encoding="utf-8"))
+    for section in ("model", "data"):
+        assert fork["base"][section] == parent["base"][section]
+    assert fork["seeds"] == parent["seeds"]
