@@ -73,10 +73,10 @@ def run_study(
         run_dirs = study.lay_out(plan, out)
         with _mirrored(out, mlflow_uri):
             states = _train_missing(plan, out, run_dirs, console, slots)
-            if plan.compares:
-                code = _judge_and_report(out, console, any_verdict=any_verdict)
-            else:
-                code = _report_parents(plan, run_dirs, console)
+            if not plan.compares:
+                show_unfinished(console, states)
+                return _report_parents(plan, run_dirs, console)
+            code = _judge_and_report(out, console, any_verdict=any_verdict)
             show_unfinished(console, states)
             return code
 
