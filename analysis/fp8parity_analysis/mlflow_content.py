@@ -56,6 +56,11 @@ class Points:
         start = int(np.searchsorted(self.steps, step, side="right"))
         return Points(self.steps[start:], self.values[start:], self.times[start:])
 
+    def newest(self) -> Points:
+        """Return the one point that MLflow takes for the latest: by step, then time, then value."""
+        at = np.lexsort((self.values, self.times, self.steps))[-1:]
+        return Points(self.steps[at], self.values[at], self.times[at])
+
     def digest(self, up_to: int) -> str:
         """Return a digest of the steps and values up to and including step `up_to`."""
         end = int(np.searchsorted(self.steps, up_to, side="right"))

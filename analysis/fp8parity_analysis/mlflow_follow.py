@@ -29,16 +29,17 @@ _IMPATIENT = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "10", "MLFLOW_HTTP_REQUEST_MAX_RETR
 
 @dataclass
 class Follower:
-    """Copies a study again and again; a failure is said once, and so is the recovery."""
+    """Copies a study again and again; a failure is said once, and so are the recovery and a slow way of writing."""
 
     copy: Callable[[], MirrorResult]
     say: Callable[[str], None]
     failing: str = ""
+    slow: str = ""
 
     def step(self) -> bool:
         """Copy what is new; return False when it failed. Whatever goes wrong is said in words, never raised."""
         try:
-            self.copy()
+            slow_because = self.copy().slow_because
         except Exception as error:
             if not self.failing:
                 self.say(f"the mirror is behind: {error}")
@@ -46,7 +47,9 @@ class Follower:
             return False
         if self.failing:
             self.say("the mirror has caught up")
-        self.failing = ""
+        if slow_because != self.slow:
+            self.say(slow_because or "points are written straight into the sqlite file again")
+        self.failing, self.slow = "", slow_because
         return True
 
     def follow(self, ended: Callable[[float], bool], interval: float = INTERVAL_SECONDS) -> bool:

@@ -21,15 +21,12 @@ from fp8parity_analysis.json_files import read_json
 from fp8parity_analysis.mlflow_content import RunContent, content_of, controls
 from fp8parity_analysis.mlflow_sink import Sink, check_uri, require_mlflow
 from fp8parity_analysis.mlflow_view import VIEW_TAG, view_state
-from fp8parity_analysis.mlflow_workers import in_processes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping
 
     from fp8parity_analysis.store import RunRecord
 
-POINTS_PER_PROCESS = 100_000
-"""A process more is worth its start (seconds, for importing mlflow) from so many points on."""
 STATE_TAG = "fp8.mirrored"
 SUMMARY_RUN = "study"
 SUMMARY_FILES = (
@@ -46,13 +43,14 @@ _NOTE = 7900
 
 @dataclass(frozen=True)
 class MirrorResult:
-    """Where a study was copied to, and how much of it was new."""
+    """Where a study was copied to, and how much of it was new; `slow_because` says why points took the long way."""
 
     uri: str
     experiment_id: str
     runs: int
     runs_made: int
     points_written: int
+    slow_because: str = ""
 
 
 def default_uri(study_dir: Path) -> str:
@@ -60,12 +58,11 @@ def default_uri(study_dir: Path) -> str:
     return f"sqlite:///{(study_dir / 'mlflow.db').resolve()}"
 
 
-def mirror(study_dir: Path, uri: str | None = None, *, workers: int = 1) -> MirrorResult:
+def mirror(study_dir: Path, uri: str | None = None) -> MirrorResult:
     """Copy what is new in a study directory, finished or not, into MLflow.
 
-    `workers` is the most processes that a large copy may use. Raises `BadInputError` when mlflow is missing or the
-    directory is no study, `MirrorError` when the store cannot be written. What was written until then stays and is
-    continued by the next call.
+    Raises `BadInputError` when mlflow is missing or the directory is no study, `MirrorError` when the store cannot be
+    written. What was written until then stays and is continued by the next call.
     """
     require_mlflow()
     study = read_json(study_dir / schema.STUDY_FILE)
@@ -77,8 +74,11 @@ def mirror(study_dir: Path, uri: str | None = None, *, workers: int = 1) -> Mirr
         )
         contents = read_contents(study_dir, study)
         _mirror_summary(sink, study_dir, study)
-        mirror_runs(sink, contents, workers=workers)
-    return MirrorResult(target, sink.experiment_id, len(contents), sink.runs_made, sink.points_written)
+        for content in contents:
+            mirror_run(sink, content)
+    return MirrorResult(
+        target, sink.experiment_id, len(contents), sink.runs_made, sink.points_written, sink.slow_because
+    )
 
 
 @contextmanager
@@ -135,31 +135,8 @@ def _stale(content: RunContent, state: Mapping[str, Any]) -> bool:
     )
 
 
-def points_to_copy(sink: Sink, content: RunContent) -> int:
-    """Return how many points of a run MLflow does not have yet."""
-    state = _state(sink, content.run_id)
-    done = {} if _stale(content, state) else state.get("metrics", {})
-    return sum(len(points.after(_last(done, name)).steps) for name, points in content.series.items())
-
-
 def _last(done: Mapping[str, Any], name: str) -> int:
     return int(done.get(name, [-1])[0])
-
-
-def mirror_runs(sink: Sink, contents: Sequence[RunContent], *, workers: int = 1) -> None:
-    """Copy what is new of every run, in up to `workers` processes when that is much."""
-    sizes = [points_to_copy(sink, content) for content in contents]
-    processes = min(workers, sum(sizes) // POINTS_PER_PROCESS, len(contents))
-    if processes < 2:
-        for content in contents:
-            mirror_run(sink, content)
-        return
-    # The largest go first and round-robin, so that the processes end at about the same time.
-    order = sorted(range(len(contents)), key=lambda i: -sizes[i])
-    shares = [[contents[i] for i in order[start::processes]] for start in range(processes)]
-    made, written = in_processes(sink.store, shares, mirror_run)
-    sink.runs_made += made
-    sink.points_written += written
 
 
 def mirror_run(sink: Sink, content: RunContent) -> None:

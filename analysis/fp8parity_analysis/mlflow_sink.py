@@ -1,8 +1,7 @@
-"""The only writer into MLflow: experiments, runs, batches of metrics, artifacts. Imports mlflow when opened."""
+"""The writer into MLflow: experiments, runs, batches of metrics, artifacts. Imports mlflow when opened."""
 
 from __future__ import annotations
 
-import gc
 import os
 import warnings
 from contextlib import contextmanager
@@ -10,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fp8parity_analysis import mlflow_sqlite
 from fp8parity_analysis.errors import BadInputError
 
 if TYPE_CHECKING:
@@ -81,13 +81,17 @@ def _cause(error: BaseException) -> str:
 
 @dataclass
 class Sink:
-    """One experiment of one tracking store; open with `Sink.open`, whose arguments `store` keeps."""
+    """One experiment of one tracking store; open with `Sink.open`.
+
+    `engine` writes points straight into a sqlite file; None for other stores, and where `slow_because` says why not.
+    """
 
     uri: str
     client: Any
     experiment_id: str
     tags: dict[str, str]
-    store: tuple[str, str, str]
+    engine: Any = None
+    slow_because: str = ""
     points_written: int = 0
     runs_made: int = 0
     runs: dict[str, Any] = field(default_factory=dict)
@@ -106,8 +110,8 @@ class Sink:
         with _in_words(uri):
             client = MlflowClient(tracking_uri=uri)
             experiment = _experiment(client, uri, name, identity)
-            store = (uri, name, identity)
-            sink = Sink(uri, client, experiment.experiment_id, dict(experiment.tags), store)
+            engine, why = _table(uri)
+            sink = Sink(uri, client, experiment.experiment_id, dict(experiment.tags), engine, why)
             sink._find_runs()
         return sink
 
@@ -142,26 +146,37 @@ class Sink:
         self.runs_made += 1
 
     def write_points(self, key: str, series: Mapping[str, Points]) -> None:
-        """Write points in batches of `MAX_BATCH`; one metric after the other, which sqlite takes fastest."""
+        """Write the points of a run; those that are there already are left alone.
+
+        Into a sqlite file only the newest of each metric goes through MLflow's API, which checks the run and the names
+        and keeps the latest values; the rest goes straight into the table of points.
+        """
+        if not series:
+            return
+        run_id = self.runs[key].info.run_id
+        with _in_words(self.uri):
+            if self.engine is None:
+                self._log(run_id, series)
+            else:
+                self._log(run_id, {name: points.newest() for name, points in series.items()})
+                mlflow_sqlite.insert(self.engine, run_id, series)
+        self.points_written += sum(len(points.steps) for points in series.values())
+
+    def _log(self, run_id: str, series: Mapping[str, Points]) -> None:
+        """Send points in batches of `MAX_BATCH`; one metric after the other, which a database takes fastest."""
         from mlflow.entities import Metric
 
-        run_id = self.runs[key].info.run_id
-        batch: list[Any] = []
-        with _in_words(self.uri), _rare_collections():
-            for name, points in series.items():
-                rows = zip(points.values.tolist(), points.times.tolist(), points.steps.tolist(), strict=True)
-                for value, time, step in rows:
-                    batch.append(Metric(name, value, time, step))
-                    if len(batch) == MAX_BATCH:
-                        self._flush(run_id, batch)
-            self._flush(run_id, batch)
-
-    def _flush(self, run_id: str, batch: list[Any]) -> None:
-        if batch:
+        rows = [
+            Metric(name, value, time, step)
+            for name, points in series.items()
+            for value, time, step in zip(
+                points.values.tolist(), points.times.tolist(), points.steps.tolist(), strict=True
+            )
+        ]
+        for start in range(0, len(rows), MAX_BATCH):
             # Newest first: MLflow rewrites a metric's latest value at each point that is newer than it.
-            self.client.log_batch(run_id, metrics=batch[::-1], synchronous=True)
-            self.points_written += len(batch)
-            batch.clear()
+            batch = rows[start : start + MAX_BATCH][::-1]
+            self.client.log_batch(run_id, metrics=batch, synchronous=True)
 
     def set_tags(self, key: str, tags: Mapping[str, str]) -> None:
         """Set the tags of a run that differ from what it has."""
@@ -204,21 +219,17 @@ class Sink:
             self.client.log_artifact(self.runs[key].info.run_id, str(path), folder)
 
 
-@contextmanager
-def _rare_collections() -> Iterator[None]:
-    """Search for reference cycles less often, and not among what was there before.
+def _table(uri: str) -> tuple[Any, str]:
+    """Return the engine for writing points straight into a sqlite file, or None and why that is not done."""
+    if not mlflow_sqlite.is_sqlite(uri):
+        return None, ""
+    from mlflow.version import VERSION
 
-    MLflow's store makes a dozen objects a point; at Python's own thresholds a sixth of the time goes into searching
-    them. The threshold stays finite, so that memory does.
-    """
-    before = gc.get_threshold()
-    gc.freeze()
-    gc.set_threshold(50_000, 20, 100)
-    try:
-        yield
-    finally:
-        gc.set_threshold(*before)
-        gc.unfreeze()
+    engine = mlflow_sqlite.connect(uri)
+    why = mlflow_sqlite.difference(engine, VERSION)
+    if why:
+        return None, f"mlflow at {uri}: {why}; its API is used, which takes about six times as long"
+    return engine, ""
 
 
 def artifacts_beside(uri: str) -> Path | None:

@@ -221,9 +221,10 @@ def mirror_into_mlflow(
 ) -> None:
     """Copy a study into MLflow. Repeatable: only what is new is written."""
     from fp8parity_analysis.mlflow_mirror import mirror
-    from fp8parity_analysis.mlflow_workers import usable_cores
 
-    done = mirror(study, uri, workers=usable_cores())
+    done = mirror(study, uri)
+    if done.slow_because:
+        typer.echo(f"fp8parity: warning: {done.slow_because}", err=True)
     typer.echo(
         f"{done.uri}: {done.runs} runs in experiment {done.experiment_id}, {done.points_written:,} new points"
     )

@@ -21,7 +21,6 @@ from fp8parity.errors import Fp8ParityError
 from fp8parity_analysis.mlflow_mirror import MirrorResult, mirror
 from fp8parity_analysis.mlflow_sink import QUIET, artifacts_beside
 from fp8parity_analysis.mlflow_view import chart_path, table_path
-from fp8parity_analysis.mlflow_workers import usable_cores
 
 HOST = "127.0.0.1"
 START_SECONDS = 120.0
@@ -128,7 +127,9 @@ def show(
     wait: Callable[[], None] = until_signal,
 ) -> MirrorResult:
     """Mirror, serve, print and open the chart page, and serve on until `wait` returns."""
-    result = mirror(study_dir, workers=usable_cores())
+    result = mirror(study_dir)
+    if result.slow_because:
+        say(f"warning: {result.slow_because}")
     say(f"mirrored {result.runs} runs, {result.points_written:,} new points; starting the server")
     with server(study_dir, result.uri, port) as address:
         link = address + chart_path(result.experiment_id)

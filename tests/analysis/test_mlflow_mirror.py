@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import gc
 import json
 import math
 import os
@@ -13,7 +11,6 @@ import sqlite3
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,10 +18,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fp8parity_analysis import mlflow_mirror, mlflow_sink, mlflow_workers, schema
+from fp8parity_analysis import mlflow_sink, schema
 from fp8parity_analysis.errors import BadInputError
 from fp8parity_analysis.json_files import read_json, write_json
-from fp8parity_analysis.mlflow_content import MAX_POINTS, clock_of, points_of, run_name
+from fp8parity_analysis.mlflow_content import MAX_POINTS, Points, clock_of, points_of, run_name
 from fp8parity_analysis.mlflow_follow import Follower, followed, target_of
 from fp8parity_analysis.mlflow_mirror import MirrorResult, default_uri, mirror
 from fp8parity_analysis.mlflow_sink import MirrorError
@@ -129,16 +126,6 @@ def history(out: Path, run: Any, metric: str) -> list[tuple[int, float]]:
 
     client = MlflowClient(tracking_uri=default_uri(out))
     return [(point.step, point.value) for point in client.get_metric_history(run.info.run_id, metric)]
-
-
-@pytest.fixture(scope="module")
-def empty_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return an empty tracking file: MLflow takes seconds to build its tables."""
-    from mlflow.tracking import MlflowClient
-
-    path = tmp_path_factory.mktemp("mlflow") / "mlflow.db"
-    MlflowClient(tracking_uri=f"sqlite:///{path}").search_experiments()
-    return path
 
 
 @pytest.fixture
@@ -263,6 +250,12 @@ def test_clock_is_the_same_each_time() -> None:
     assert (steps.tolist(), times.tolist()) == ([1, 2, 3], [1010, 1020, 1030])
 
 
+def test_the_newest_point_is_the_latest_of_mlflow() -> None:
+    points = Points(np.array([1, 7, 7, 7]), np.array([9.0, 8.0, 3.0, 4.0]), np.array([50, 10, 20, 20]))
+    newest = points.newest()
+    assert [vars(newest)[name].tolist() for name in ("steps", "values", "times")] == [[7], [4.0], [20]]
+
+
 def test_names() -> None:
     assert run_name(spec("x", "bf16_null", "null", 3, 2)) == "25m/s3/bf16_null-r2"
 
@@ -337,17 +330,17 @@ def test_hanging_server_times_out(study: Path, hanging_server: str, impatient: N
 
 def test_failure_and_recovery_are_said_once() -> None:
     said: list[str] = []
-    outcomes = iter([MirrorError("down"), ValueError("odd"), None, None])
+    outcomes = iter([MirrorError("down"), ValueError("odd"), "", "slow", "slow"])
 
     def copy() -> MirrorResult:
         outcome = next(outcomes)
-        if outcome:
+        if isinstance(outcome, Exception):
             raise outcome
-        return MirrorResult("", "", 0, 0, 0)
+        return MirrorResult("", "", 0, 0, 0, outcome)
 
-    calls = iter([False, False, False, True])
+    calls = iter([False, False, False, False, True])
     assert Follower(copy, said.append).follow(lambda seconds: next(calls))
-    assert said == ["the mirror is behind: down", "the mirror has caught up"]
+    assert said == ["the mirror is behind: down", "the mirror has caught up", "slow"]
 
 
 def test_read_only_store_fails_in_words_and_catches_up_later(
@@ -404,79 +397,3 @@ def test_follower_ends_with_its_launcher(study: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert len(runs_of(study)) == 4
-
-
-@pytest.fixture
-def shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Share even a small study out among processes."""
-    monkeypatch.setattr(mlflow_mirror, "POINTS_PER_PROCESS", 1)
-
-
-def test_two_processes_copy_what_one_does_and_the_second_time_nothing(study: Path, shared_out: None) -> None:
-    first = mirror(study, workers=2)
-    assert (first.runs_made, first.points_written) == (4, 3 * (5 * STEPS + 6) + 6)
-    before = census(study / "mlflow.db")
-    again = mirror(study, workers=2)
-    assert (again.runs_made, again.points_written) == (0, 0)
-    assert census(study / "mlflow.db") == before
-    run = runs_of(study)["25m/s0/rowwise-n4"]
-    assert [step for step, _ in history(study, run, "train/loss")] == list(range(1, STEPS + 1))
-
-
-def test_a_copying_process_that_fails_is_one_error_in_words(study: Path, shared_out: None) -> None:
-    mirror(study)
-    write_study(study, seeds=2)
-    share = mlflow_mirror.read_contents(study, read_json(study / schema.STUDY_FILE))
-    read_only = f"sqlite:///file:{study / 'mlflow.db'}?mode=ro&uri=true"
-    store = (read_only, "s", "2026-01-01T000000+0000")
-    with pytest.raises(MirrorError, match="readonly database"):
-        mlflow_workers.in_processes(store, [share], mlflow_mirror.mirror_run)
-
-
-def test_a_copying_process_that_is_killed_is_one_error_in_words(study: Path) -> None:
-    share = mlflow_mirror.read_contents(study, read_json(study / schema.STUDY_FILE))
-
-    class Deadly(dict[str, str]):
-        """Unpickled only in the process that copies."""
-
-        def __reduce__(self) -> Any:
-            return os._exit, (9,)
-
-    deadly = dataclasses.replace(share[0], tags=Deadly())
-    with pytest.raises(MirrorError, match="ended without a word; mirror again, it continues"):
-        mlflow_workers.in_processes((default_uri(study), "s", "x"), [[deadly]], mlflow_mirror.mirror_run)
-
-
-def test_writing_leaves_the_garbage_collector_as_it_was(study: Path) -> None:
-    before = gc.get_threshold()
-    mirror(study)
-    assert (gc.get_threshold(), gc.isenabled(), gc.get_freeze_count()) == (before, True, 0)
-
-
-def test_no_copying_process_outlives_a_killed_parent() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as deaf:
-        deaf.settimeout(120)
-        code = (
-            "from fp8parity_analysis import mlflow_mirror, mlflow_workers\n"
-            f"store = ('http://127.0.0.1:{deaf.getsockname()[1]}', 's', 'x')\n"
-            "mlflow_workers.in_processes(store, [[], []], mlflow_mirror.mirror_run)\n"
-        )
-        parent = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL)
-        held = [deaf.accept()[0] for _ in range(2)]  # both now wait for an answer that never comes
-        children = Path(f"/proc/{parent.pid}/task/{parent.pid}/children").read_text().split()
-        assert len(children) >= 2
-        parent.kill()
-        parent.wait()
-        deadline = time.monotonic() + 20  # far below MLflow's own patience
-        while any(alive(child) for child in children):
-            assert time.monotonic() < deadline, "a copying process goes on without its parent"
-            time.sleep(0.1)
-        for one in held:
-            one.close()
-
-
-def alive(pid: str) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
