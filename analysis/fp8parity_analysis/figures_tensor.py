@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
+from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
 
 from fp8parity_analysis.figures import PX, TEXT, style_axes
 from fp8parity_analysis.svg import colour, to_svg
@@ -217,8 +217,7 @@ def _log_ticks(axes: object, low: float, high: float) -> None:
     ticks = [float(f"{10.0**exponent:.1e}") for exponent in exponents]
     axes.set_yticks(ticks)
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.2g}"))
-    axes.yaxis.set_minor_formatter(NullFormatter())
-    axes.tick_params(axis="y", which="minor", length=0)
+    axes.yaxis.set_minor_locator(NullLocator())
 
 
 def _decades(low: float, high: float) -> list[float]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
+import pandas as pd
 
 from fp8parity_analysis.tensor_onset import LASTING, lasting, resolution_at
 
@@ -70,16 +71,16 @@ class Rule:
 def _formats(panel: Panel, recipe: str) -> BoolArray:
     declared = DECLARED_FORMATS.get(recipe, {})
     wanted = np.array([declared.get(tensor.operand, "") for tensor in panel.tensors], dtype=object)
-    families = _families(panel)
+    families = families_of(panel)
     known = (families != "") & (wanted != "")[:, None]
     return np.asarray(known & (families != wanted[:, None]), dtype=np.bool_)
 
 
-def _families(panel: Panel) -> npt.NDArray[np.object_]:
-    names = {name: format_family(str(name)) for name in set(panel.formats.ravel())}
-    return np.array([[names[name] for name in row] for row in panel.formats], dtype=object).reshape(
-        panel.formats.shape
-    )
+def families_of(panel: Panel) -> npt.NDArray[np.object_]:
+    """Return `e4m3` or `e5m2` of every cast [L, K], empty where not recorded."""
+    codes, names = pd.factorize(panel.formats.ravel(), use_na_sentinel=False)
+    families = np.array([format_family(str(name)) for name in names], dtype=object)
+    return np.asarray(families[codes].reshape(panel.formats.shape), dtype=object)
 
 
 def _positive(column: str) -> Callable[[Panel, str], BoolArray]:
@@ -98,7 +99,7 @@ def _saturated(panel: Panel, recipe: str) -> BoolArray:
 
 def _low_sqnr(panel: Panel, recipe: str) -> BoolArray:
     bound = np.zeros(panel.formats.shape)
-    families = _families(panel)
+    families = families_of(panel)
     for name, value in SQNR_BOUND.items():
         bound[families == name] = value
     with np.errstate(invalid="ignore"):

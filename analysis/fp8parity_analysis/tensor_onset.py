@@ -45,10 +45,13 @@ class Envelope:
 
 def lasting(z: FloatArray) -> FloatArray:
     """Return the least of `z` over every `LASTING` probes in a row, at the first of them [..., K - LASTING + 1]."""
-    if z.shape[-1] < LASTING:
+    starts = z.shape[-1] - LASTING + 1
+    if starts < 1:
         return np.zeros((*z.shape[:-1], 0))
-    windows = np.lib.stride_tricks.sliding_window_view(z, LASTING, axis=-1)
-    return np.asarray(windows.min(axis=-1), dtype=np.float64)
+    least = np.asarray(z[..., :starts], dtype=np.float64)
+    for later in range(1, LASTING):
+        least = np.minimum(least, z[..., later : later + starts])
+    return least
 
 
 def _rms(paths: Sequence[FloatArray]) -> FloatArray:

@@ -116,9 +116,15 @@ def _tensors_of(casts: pd.DataFrame) -> tuple[IntArray, list[Tensor]]:
     for codes, names in parts:
         key = key * len(names) + codes
     _, first, rows = np.unique(key, return_index=True, return_inverse=True)
-    named = [[str(names[codes[at]]) for at in first] for codes, names in parts]
+    named = [[str(name) for name in np.asarray(names, dtype=object)[codes[first]]] for codes, names in parts]
     tensors = [Tensor(*name) for name in zip(*named, strict=True)]
     return np.asarray(rows, dtype=np.int64).reshape(-1), tensors
+
+
+def _texts(column: pd.Series) -> npt.NDArray[np.object_]:
+    """Return a column of few different texts as objects, each text once."""
+    codes, names = pd.factorize(column, use_na_sentinel=False)
+    return np.asarray(names, dtype=object)[codes]
 
 
 def panel_of(tables: TensorTables) -> Panel:
@@ -139,9 +145,9 @@ def panel_of(tables: TensorTables) -> Panel:
         columns[name] = np.full(shape, np.nan)
         columns[name][rows, at] = casts[name].to_numpy(dtype=np.float64, na_value=np.nan)
     formats = np.full(shape, "", dtype=object)
-    formats[rows, at] = casts["format"].to_numpy()
+    formats[rows, at] = _texts(casts["format"])
     grain = np.full(len(order), "", dtype=object)
-    grain[rows] = casts["granularity"].to_numpy()
+    grain[rows] = _texts(casts["granularity"])
     return Panel(tuple(tensors[i] for i in order), steps, columns, formats, tuple(map(str, grain)))
 
 

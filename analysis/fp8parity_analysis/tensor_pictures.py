@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from fp8parity_analysis.tensor_absolute import DECLARED_FORMATS, format_family
+from fp8parity_analysis.tensor_absolute import DECLARED_FORMATS, families_of
 from fp8parity_analysis.tensor_reduce import quietly
 
 if TYPE_CHECKING:
@@ -69,10 +69,12 @@ def _worst(values: Sequence[FloatArray]) -> FloatArray:
 def _lost_db(panel: Panel, recipe: str) -> FloatArray:
     """Return how far each SQNR lies below the best of the format that the recipe declares, or else that is recorded."""
     declared = DECLARED_FORMATS.get(recipe, {})
-    best = np.full(panel.formats.shape, np.nan)
+    families = families_of(panel)
     for row, tensor in enumerate(panel.tensors):
-        names = [declared.get(tensor.operand) or format_family(str(name)) for name in panel.formats[row]]
-        best[row] = [BEST_SQNR.get(name, np.nan) for name in names]
+        families[row] = declared.get(tensor.operand) or families[row]
+    best = np.full(families.shape, np.nan)
+    for name, value in BEST_SQNR.items():
+        best[families == name] = value
     return np.asarray(best - panel.columns["sqnr_db"], dtype=np.float64)
 
 

@@ -31,8 +31,17 @@ def nanmean(values: FloatArray, axis: int) -> FloatArray:
 def nanmedian(values: FloatArray, axis: int) -> FloatArray:
     """Return the median of what is known along an axis, NaN where nothing is."""
     if not np.isnan(values).any() and values.size:
-        return np.asarray(np.median(values, axis=axis), dtype=np.float64)
+        return _median(values, axis)
     return quietly(np.nanmedian, values, axis=axis)
+
+
+def _median(values: FloatArray, axis: int) -> FloatArray:
+    """Return `numpy.median` of values without NaN; without its own search for NaN it takes two thirds of the time."""
+    high = values.shape[axis] // 2
+    low = high - 1 + values.shape[axis] % 2
+    parted = np.partition(values, sorted({low, high}), axis=axis)
+    middle: FloatArray = (parted.take(low, axis) + parted.take(high, axis)) / 2.0
+    return middle if low != high else np.asarray(parted.take(high, axis), dtype=np.float64)
 
 
 def tail_count(n_probes: int) -> int:
@@ -58,8 +67,8 @@ def drift(paths: FloatArray, steps: npt.NDArray[np.int64]) -> FloatArray:
     y, x = paths[..., late], steps[late].astype(np.float64)
     if len(x) < 3:
         return np.full(paths.shape[:-1], np.nan)
-    first, second = np.triu_indices(len(x), 1)
-    slopes = (y[..., second] - y[..., first]) / (x[second] - x[first])
+    lags = range(1, len(x))
+    slopes = np.concatenate([(y[..., lag:] - y[..., :-lag]) / (x[lag:] - x[:-lag]) for lag in lags], axis=-1)
     return np.asarray(nanmedian(slopes, -1) * (x[-1] - x[0]), dtype=np.float64)
 
 

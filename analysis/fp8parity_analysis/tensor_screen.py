@@ -64,7 +64,8 @@ def _family(
         values, null_values, share = _jumps(arm, statistic, gaps, nulls)
         harm, floor = 1, JUMP_FLOOR
     else:
-        values, null_values = _reduced(gaps, arm.steps, reduction), _reduced(nulls, arm.steps, reduction)
+        values = _reduced(gaps, arm.steps, reduction)
+        null_values = _reduced(nulls if arm.matched else nulls[:0], arm.steps, reduction)
         harm, floor = statistic.harm, statistic.floor
     values = values * testable
     scale = arm.null_scale

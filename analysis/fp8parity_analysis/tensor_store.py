@@ -94,7 +94,9 @@ def _read(
     whole = pa.concat_tables(parts) if parts else _target(tuple(columns)).empty_table()
     for name, value in wanted.items():
         if value is not None:
-            whole = whole.filter(pc.equal(whole[name], value))
+            chosen = pc.equal(whole[name], value)
+            # most runs hold one kind and one recipe, and copying a run's casts takes longer than comparing them
+            whole = whole if pc.all(chosen, skip_nulls=False).as_py() else whole.filter(chosen)
     if not whole.num_rows:
         return pd.DataFrame({name: pd.Series(dtype=_dtype(name)) for name in columns})
     table: pd.DataFrame = whole.to_pandas()
@@ -118,7 +120,8 @@ def _part(path: Path, columns: Sequence[str]) -> pa.Table:
         if stated != str(ts.TENSOR_SCHEMA_VERSION).encode():
             seen = "no version" if stated is None else f"version {stated.decode(errors='replace')}"
             raise ValueError(f"states {seen} of the columns, this program reads {ts.TENSOR_SCHEMA_VERSION}")
-        missing = [name for name in columns if name not in stored.names]
+        present = set(stored.names)
+        missing = [name for name in columns if name not in present]
         if missing:
             raise ValueError(f"lacks the columns {missing}")
         table = file.read(columns=list(columns), use_threads=False)

@@ -202,8 +202,9 @@ def write_parts(run_dir: Path, table: pd.DataFrame, *, per_part: int = 10) -> No
 
 
 def write_part(path: Path, rows: pd.DataFrame, version: bytes | None = None) -> None:
-    types = dict.fromkeys(("step", "tokens", *ts.COUNT_COLUMNS), "int64")
-    table = pa.Table.from_pandas(rows[list(ts.CAST_COLUMNS)].astype(types), preserve_index=False)
+    table = pa.Table.from_pandas(
+        rows[list(ts.CAST_COLUMNS)], ts.arrow_schema(ts.CAST_COLUMNS), preserve_index=False, safe=False
+    )
     stated = str(ts.TENSOR_SCHEMA_VERSION).encode() if version is None else version
     pq.write_table(table.replace_schema_metadata({ts.METADATA_KEY: stated}), path)
 
