@@ -12,14 +12,18 @@ from fp8parity_analysis import report_format as fmt
 from fp8parity_analysis.report_model import Table
 from fp8parity_analysis.report_tensor_model import TensorArm, TensorSection
 from fp8parity_analysis.tensor_candidates import BASIS_WORDS, ORIGIN_WORDS
+from fp8parity_analysis.tensor_panel import Tensor
+from fp8parity_analysis.tensor_reasons import amount
+from fp8parity_analysis.tensor_signal_pairs import GROWTH_RULES
+from fp8parity_analysis.tensor_signals import SIGNAL_STATISTICS, Signal
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from fp8parity_analysis.tensor_candidates import Candidate, Reason
     from fp8parity_analysis.tensor_health import ArmHealth, TensorHealth
-    from fp8parity_analysis.tensor_moves import SignalScore
-    from fp8parity_analysis.tensor_panel import Tensor
+    from fp8parity_analysis.tensor_moves import RuleScore
+    from fp8parity_analysis.tensor_signals import Place
 
 TENSOR_FILE = "tensor.json"
 """Numbers of a study directory that a nightly watches: name to number."""
@@ -74,12 +78,20 @@ def _arm(arm: ArmHealth, key: str) -> TensorArm:
         notes=(*arm.notes, *arm.problems),
         candidates=tuple(_candidate_json(rank, item) for rank, item in enumerate(arm.candidates, start=1)),
         levels=tuple(_levels_json(arm)),
+        signals=_signals(arm),
+        signal_levels=tuple(_signals_json(arm)),
     )
 
 
 def _sentence(arm: ArmHealth) -> str:
-    counted = ((len(arm.tensors), "tensor"), (arm.n_probes, "probe"), (arm.n_seeds, "seed"))
-    seen = ", ".join(fmt.plural(count, noun) for count, noun in counted)
+    signals = sum(len(item.places) for item in arm.signals)
+    counted = (
+        (len(arm.tensors), "tensor"),
+        (signals, "signal"),
+        (arm.n_probes, "probe"),
+        (arm.n_seeds, "seed"),
+    )
+    seen = ", ".join(fmt.plural(count, noun) for count, noun in counted if count or noun != "signal")
     if not arm.candidates:
         return f"No candidate among {seen}."
     first = arm.candidates[0]
@@ -112,11 +124,12 @@ def _grouped(candidates: Sequence[Candidate]) -> list[list[Candidate]]:
     rows: dict[tuple[str, str, str], list[Candidate]] = {}
     for item in candidates:
         kind = item.leading.name if item.basis in ("absolute", "brief") else item.basis
-        rows.setdefault((item.tensor.fqn, item.tensor.operand, kind), []).append(item)
+        what = item.tensor.name if isinstance(item.tensor, Signal) else item.tensor.operand
+        rows.setdefault((item.tensor.fqn, what, kind), []).append(item)
     return list(rows.values())
 
 
-def ranks_of(candidates: Sequence[Candidate]) -> dict[Tensor, int]:
+def ranks_of(candidates: Sequence[Candidate]) -> dict[Place, int]:
     """Return the number of the row in which the table shows each candidate."""
     return {item.tensor: rank for rank, row in enumerate(_grouped(candidates), start=1) for item in row}
 
@@ -128,12 +141,49 @@ def _row(rank: int, items: Sequence[Candidate]) -> tuple[str, ...]:
         texts.append(f"{len(item.reasons) - _MAX_REASONS} more")
     return (
         f"{rank}. {item.tensor.fqn}",
-        f"{item.tensor.operand} of {', '.join(each.tensor.gemm for each in items)}",
+        _operand_words([each.tensor for each in items]),
         f"{'; '.join(texts)} ({BASIS_WORDS[item.basis]})",
         item.when,
         item.lead_words,
         f"{item.leading.seeds} of {item.leading.of}",
         _IN_BF16[item.origin],
+    )
+
+
+def _operand_words(places: Sequence[Place]) -> str:
+    first = places[0]
+    if isinstance(first, Signal):
+        return f"signal: {SIGNAL_STATISTICS[first.name].words}"
+    gemms = [place.gemm for place in places if isinstance(place, Tensor)]
+    return f"{first.operand} of {', '.join(gemms)}"
+
+
+def _signals(arm: ArmHealth) -> Table | None:
+    """Return a row per signal: the module in which the arm leaves BF16 furthest, in the harmful direction."""
+    rows = []
+    for item in arm.signals:
+        distance = np.abs(item.distance) if item.statistic.harm == 0 else item.statistic.harm * item.distance
+        if not np.isfinite(distance).any():
+            continue
+        at = int(np.nanargmax(distance))
+        rows.append(
+            (
+                item.statistic.words,
+                item.places[at].fqn,
+                str(len(item.places)),
+                f"{item.control[at]:.3g}",
+                f"{item.test[at]:.3g}",
+                amount(item.statistic, float(item.distance[at])),
+            )
+        )
+    if not rows:
+        return None
+    return Table(
+        caption=f"Signals of {arm.recipe} at the end, where each leaves BF16's furthest",
+        head=("signal", "module", "of", "BF16", arm.recipe, "FP8 over BF16"),
+        rows=tuple(rows),
+        numeric=(2, 3, 4, 5),
+        notes=("The median over seeds. Which of them are tested to differ stands among the candidates.",),
     )
 
 
@@ -154,21 +204,34 @@ def _scores(arm: ArmHealth) -> Table | None:
         ),
         rows=tuple(_score_row(item) for item in arm.scores),
         numeric=(1, 2, 3, 4, 5, 6, 7),
-        notes=(f"{_RULES} {_rate(arm.scores)}.",),
+        notes=(f"{_RULES} {_rate(arm.scores)}.", *_paired_rate(arm.scores)),
     )
 
 
-def _rate(scores: Sequence[SignalScore]) -> str:
+def _rate(scores: Sequence[RuleScore]) -> str:
     rate = scores[0].false_alarms
     return "not known (no BF16 run)" if rate is None else fmt.percent(rate, 0, signed=False)
 
 
-def _score_row(item: SignalScore) -> tuple[str, ...]:
+def _paired_rate(scores: Sequence[RuleScore]) -> list[str]:
+    growths = [item for item in scores if item.rule in GROWTH_RULES.values()]
+    if not growths:
+        return []
+    rate = growths[0].false_alarms
+    known = (
+        "without a null pair the probability is not known"
+        if rate is None
+        else (f"the probability is at most {fmt.percent(rate, 0, signed=False)}")
+    )
+    return [f"Growth over BF16's is that of a pair of one seed; null pairs stand for BF16 runs; {known}."]
+
+
+def _score_row(item: RuleScore) -> tuple[str, ...]:
     known = item.n_control > 0
     lead = fmt.NOTHING if item.onset.lead is None else f"{fmt.number(item.onset.lead, 0)} steps"
     return (
-        item.signal.words,
-        _limit(item, item.signal.limit),
+        item.rule.words,
+        _limit(item, item.rule.limit),
         f"{item.hits} of {item.n_runs}",
         f"{item.control_hits} of {item.n_control}",
         fmt.NOTHING if item.onset.step is None else f"{item.onset.step:,}",
@@ -178,18 +241,19 @@ def _score_row(item: SignalScore) -> tuple[str, ...]:
     )
 
 
-def _limit(item: SignalScore, value: float) -> str:
-    if item.signal.unit == "ln":
+def _limit(item: RuleScore, value: float) -> str:
+    if item.rule.unit == "ln":
         return f"× {math.exp(min(value, 700.0)):.3g}"
-    return f"{value:.3g} {item.signal.unit}".strip()
+    return f"{value:.3g} {item.rule.unit}".strip()
 
 
 def _candidate_json(rank: int, item: Candidate) -> dict[str, Any]:
     return {
         "rank": rank,
         "fqn": item.tensor.fqn,
-        "gemm": item.tensor.gemm,
-        "operand": item.tensor.operand,
+        "gemm": None if isinstance(item.tensor, Signal) else item.tensor.gemm,
+        "operand": None if isinstance(item.tensor, Signal) else item.tensor.operand,
+        "signal": item.tensor.name if isinstance(item.tensor, Signal) else None,
         "basis": item.basis,
         "origin": item.origin,
         "onset_step": item.onset.step,
@@ -225,6 +289,19 @@ def _levels_json(arm: ArmHealth) -> list[dict[str, Any]]:
         levels = {name: _finite(_rounded(values[index])) for name, values in arm.levels.items()}
         rows.append({"fqn": tensor.fqn, "gemm": tensor.gemm, "operand": tensor.operand, **levels})
     return rows
+
+
+def _signals_json(arm: ArmHealth) -> list[dict[str, Any]]:
+    return [
+        {
+            "fqn": place.fqn,
+            "signal": place.name,
+            "test": _finite(_rounded(item.test[index])),
+            "control": _finite(_rounded(item.control[index])),
+        }
+        for item in arm.signals
+        for index, place in enumerate(item.places)
+    ]
 
 
 def _rounded(value: float) -> float:

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 class TensorArm:
     """One arm: what its tests rest on, its candidates (the table may be cut), its early-warning rules.
 
-    `candidates` holds all of them with all evidence for `report.json`; `levels` each tensor's levels at the end.
+    `candidates` holds all of them with all evidence for `report.json`; `levels` each tensor's levels at the end,
+    `signal_levels` each module's signals, of which `signals` is the table.
     """
 
     key: str
@@ -27,6 +28,8 @@ class TensorArm:
     notes: tuple[str, ...]
     candidates: tuple[Mapping[str, Any], ...]
     levels: tuple[Mapping[str, Any], ...]
+    signals: Table | None = None
+    signal_levels: tuple[Mapping[str, Any], ...] = ()
 
 
 @dataclass(frozen=True)

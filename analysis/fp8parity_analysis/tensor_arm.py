@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING
 
@@ -21,6 +21,7 @@ from fp8parity_analysis.tensor_panel import (
     tensor_key,
 )
 from fp8parity_analysis.tensor_reduce import nanmean
+from fp8parity_analysis.tensor_signals import signals_of
 from fp8parity_analysis.tensor_store import TensorTables, read_tensor_stats
 
 if TYPE_CHECKING:
@@ -59,7 +60,8 @@ class ArmTensors:
     """The trained casts of an arm with the what-if casts of the same recipe in its BF16 runs.
 
     `tensors` [L] and `steps` [K] (every step at which a run of the arm was probed) are the axes of all arrays below.
-    `recipe` is the cast's recipe. `matched` tells whether null pairs were declared to carry the noise of a pair.
+    `recipe` is the cast's recipe. `matched` tells whether null pairs were declared to carry the noise of a pair. `idle`
+    holds the BF16 runs, by seed, of seeds in which the arm has no run: they give null pairs and pair with nothing.
     """
 
     recipe: str
@@ -68,6 +70,12 @@ class ArmTensors:
     seeds: tuple[SeedPanels, ...]
     matched: bool
     problems: tuple[str, ...] = ()
+    idle: tuple[tuple[Panel, ...], ...] = ()
+
+    @property
+    def seed_numbers(self) -> tuple[int, ...]:
+        """The seeds of the arm, in the order of the paths."""
+        return tuple(seed.seed for seed in self.seeds)
 
     @cached_property
     def test_paths(self) -> dict[str, FloatArray]:
@@ -77,21 +85,27 @@ class ArmTensors:
     @cached_property
     def control_paths(self) -> dict[str, FloatArray]:
         """Each statistic of the BF16 arm's what-if casts [n, L, K]; further BF16 runs join where nulls are matched."""
-        return self._mean_paths([self._references(seed) for seed in self.seeds])
+        return self._mean_paths([self.references(seed) for seed in self.seeds])
 
     @cached_property
     def gaps(self) -> dict[str, FloatArray]:
         """Arm minus BF16 arm of the same seed, by statistic [n, L, K]."""
         return {name: self.test_paths[name] - self.control_paths[name] for name in STATISTICS}
 
+    @property
+    def null_pairs(self) -> list[tuple[Panel, Panel]]:
+        """Disjoint pairs of runs of one arm and seed, those of seeds without a run of the arm included."""
+        groups = [group for seed in self.seeds for group in ((*seed.control, *seed.null), seed.test)]
+        return [
+            (group[first], group[first + 1])
+            for group in (*groups, *self.idle)
+            for first in range(0, len(group) - 1, 2)
+        ]
+
     @cached_property
     def nulls(self) -> dict[str, FloatArray]:
-        """Differences of disjoint pairs of runs of one arm and seed, by statistic [m, L, K]."""
-        groups = [group for seed in self.seeds for group in ((*seed.control, *seed.null), seed.test)]
-        pairs = [
-            (group[first], group[first + 1]) for group in groups for first in range(0, len(group) - 1, 2)
-        ]
-        paths = [(one.paths, other.paths) for one, other in pairs]
+        """Differences of the null pairs, by statistic [m, L, K]."""
+        paths = [(one.paths, other.paths) for one, other in self.null_pairs]
         shape = (0, len(self.tensors), len(self.steps))
         return {
             name: np.stack([other[name] - one[name] for one, other in paths]) if paths else np.zeros(shape)
@@ -107,7 +121,7 @@ class ArmTensors:
     def null_scale(self) -> float:
         """What turns the variance of a null difference into that of a pair: both are means over some runs."""
         paired = [seed for seed in self.seeds if seed.control]
-        shares = [1.0 / len(seed.test) + 1.0 / len(self._references(seed)) for seed in paired]
+        shares = [1.0 / len(seed.test) + 1.0 / len(self.references(seed)) for seed in paired]
         return float(np.mean(shares)) / 2.0 if shares else 1.0
 
     def testable(self, statistic: str) -> FloatArray:
@@ -120,7 +134,7 @@ class ArmTensors:
         column = _SHARES.get(statistic)
         if column is None:
             return np.ones(len(self.tensors))
-        runs = [panel for seed in self.seeds for panel in (*seed.test, *self._references(seed))]
+        runs = [panel for seed in self.seeds for panel in (*seed.test, *self.references(seed))]
         if not runs:
             return np.full(len(self.tensors), np.nan)
         mean = nanmean(np.stack([nanmean(panel.columns[column], -1) for panel in runs]), 0)
@@ -132,7 +146,8 @@ class ArmTensors:
         grains = [panel.granularity for seed in self.seeds for panel in seed.test]
         return np.array([ONE_SCALE in column for column in zip(*grains, strict=True)], dtype=np.bool_)
 
-    def _references(self, seed: SeedPanels) -> tuple[Panel, ...]:
+    def references(self, seed: SeedPanels) -> tuple[Panel, ...]:
+        """Return the BF16 runs that a seed's runs are compared with: the control, and its nulls where matched."""
         return (*seed.control, *seed.null) if self.matched else seed.control
 
     def _mean_paths(self, groups: Sequence[Sequence[Panel]]) -> dict[str, FloatArray]:
@@ -169,8 +184,9 @@ def read_arm(
             f"runs of one arm trained with casts of {recipe} and of {names}: only {recipe} is used"
         )
     tests = {seed: [panel for name, panel in runs if name == recipe] for seed, runs in trained.items()}
-    control = {seed: _what_if(dirs.control.get(seed, ()), recipe, read, problems) for seed in tests}
-    null = {seed: _what_if(dirs.null.get(seed, ()), recipe, read, problems) for seed in tests}
+    seeds = sorted({*tests, *dirs.control, *dirs.null})
+    control = {seed: _what_if(dirs.control.get(seed, ()), recipe, read, problems) for seed in seeds}
+    null = {seed: _what_if(dirs.null.get(seed, ()), recipe, read, problems) for seed in seeds}
     return arm_of(recipe, tests, control, null, matched=matched, problems=problems)
 
 
@@ -196,33 +212,39 @@ def arm_of(
         for seed in sorted(test)
         if test[seed]
     )
-    return ArmTensors(recipe, tensors, steps, seeds, matched, tuple(dict.fromkeys(problems)))
+    paired = {seed.seed for seed in seeds}
+    idle = tuple(
+        group
+        for seed in sorted({*control, *null} - paired)
+        if (group := (*placed(control, seed), *placed(null, seed)))
+    )
+    return ArmTensors(recipe, tensors, steps, seeds, matched, tuple(dict.fromkeys(problems)), idle)
 
 
 def _trained(paths: Sequence[Path], problems: list[str]) -> list[tuple[str, Panel]]:
     """Return the recipe and the trained casts of each run that recorded any."""
     found = []
     for path in paths:
-        tables = read_tensor_stats(path, kind=ts.TRAINED, columns=COLUMNS, signals=False)
+        tables = read_tensor_stats(path, kind=ts.TRAINED, columns=COLUMNS)
         problems += tables.problems
         if tables.recorded:
             names = tables.casts["recipe"]
             recipe = str(names.iloc[-1])
             if names.nunique() > 1:
                 recipe = str(names.value_counts().index[0])
-                tables = read_tensor_stats(
-                    path, kind=ts.TRAINED, recipe=recipe, columns=COLUMNS, signals=False
-                )
-            found.append((recipe, panel_of(tables)))
+                tables = read_tensor_stats(path, kind=ts.TRAINED, recipe=recipe, columns=COLUMNS)
+            found.append((recipe, replace(panel_of(tables), signals=signals_of(tables.signals))))
     return found
 
 
 def what_if_panels(path: Path) -> tuple[dict[str, Panel], tuple[str, ...]]:
     """Return the what-if casts of a run by recipe, and what could not be read."""
-    tables = read_tensor_stats(path, kind=ts.WHAT_IF, columns=COLUMNS, signals=False)
-    casts = tables.casts
+    tables = read_tensor_stats(path, kind=ts.WHAT_IF, columns=COLUMNS)
+    casts, signals = tables.casts, signals_of(tables.signals)
     panels = {
-        str(recipe): panel_of(TensorTables(casts[casts["recipe"] == recipe], tables.signals))
+        str(recipe): replace(
+            panel_of(TensorTables(casts[casts["recipe"] == recipe], tables.signals)), signals=signals
+        )
         for recipe in casts["recipe"].unique()
     }
     return panels, tables.problems

@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING, Literal
 
 from fp8parity_analysis import report_format as fmt
 from fp8parity_analysis.tensor_onset import Onset
+from fp8parity_analysis.tensor_signals import MODULE_SIGNALS, Place, Signal
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from fp8parity_analysis.tensor_panel import Tensor
-
 Origin = Literal["cast", "both", "fp8", "unknown"]
-Basis = Literal["absolute", "tested", "moved", "brief", "descriptive"]
+Basis = Literal["absolute", "tested", "moved", "signal", "brief", "descriptive"]
 
 ORIGIN_WORDS: dict[Origin, str] = {
     "cast": "the cast is not what the recipe declares",
@@ -30,10 +29,14 @@ BASIS_WORDS: dict[Basis, str] = {
     "absolute": "needs no test",
     "tested": "tested over seeds",
     "moved": "early-warning rule",
+    "signal": "a signal, tested over seeds",
     "brief": "minor, needs no test",
     "descriptive": "described only",
 }
-_TIERS: dict[Basis, int] = {"absolute": 0, "tested": 1, "moved": 1, "brief": 2, "descriptive": 3}
+_TIERS: dict[Basis, int] = {
+    "absolute": 0, "tested": 1, "moved": 1, "signal": 2, "brief": 3, "descriptive": 4,
+}  # fmt: skip
+"""A signal comes after the casts: it shows that something upstream changed, and a cast may be what did."""
 
 
 @dataclass(frozen=True)
@@ -61,9 +64,12 @@ class Reason:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A tensor to look at, with everything that speaks for it; `onset` is that of the leading reason."""
+    """A tensor to look at, or a module by its signal, with all that speaks for it.
 
-    tensor: Tensor
+    `onset` is that of the leading reason.
+    """
+
+    tensor: Place
     reasons: tuple[Reason, ...]
     origin: Origin
 
@@ -91,7 +97,13 @@ class Candidate:
     def follow_up(self) -> str:
         """The run that would confirm it."""
         first = "check the cast, then run" if self.origin == "cast" else "run"
-        return f"{first} again with {self.tensor.fqn} held in BF16 (precision.exclude)"
+        return f"{first} again with {self.layers} held in BF16 (precision.exclude)"
+
+    @property
+    def layers(self) -> str:
+        """The linears to hold in BF16, a pattern for `precision.exclude`: for attention and blocks all below them."""
+        whole = isinstance(self.tensor, Signal) and self.tensor.name in MODULE_SIGNALS
+        return f"{self.tensor.fqn}.*" if whole else self.tensor.fqn
 
     @property
     def when(self) -> str:
@@ -111,9 +123,9 @@ class Candidate:
         return f"{sign} steps (first in {onset.ahead} of {onset.compared}{tested})"
 
 
-def candidates_of(reasons: Iterable[tuple[Tensor, Reason]]) -> tuple[Candidate, ...]:
+def candidates_of(reasons: Iterable[tuple[Place, Reason]]) -> tuple[Candidate, ...]:
     """Return one candidate per tensor, its reasons and the candidates themselves in order of weight."""
-    by_tensor: dict[Tensor, list[Reason]] = {}
+    by_tensor: dict[Place, list[Reason]] = {}
     for tensor, reason in reasons:
         by_tensor.setdefault(tensor, []).append(reason)
     found = [
@@ -138,7 +150,7 @@ def _reason_key(reason: Reason) -> tuple[float, ...]:
     step = float("inf") if onset.step is None else float(onset.step)
     lead = 0.0 if onset.lead is None else onset.lead
     tier = _TIERS[reason.basis]
-    kind = reason.order if tier in (0, 2) else 0
+    kind = reason.order if reason.basis in ("absolute", "brief") else 0
     return (tier, kind, float(onset.step is None), -onset.share_ahead, -lead, step, -reason.strength)
 
 

@@ -16,7 +16,7 @@ from fp8parity_analysis.divergence import hinge_onset
 from fp8parity_analysis.gap import tail_count
 from fp8parity_analysis.tensor_arm import ArmTensors, RunDirs, read_arm, remembering
 from fp8parity_analysis.tensor_candidates import Candidate, candidates_of
-from fp8parity_analysis.tensor_moves import SignalScore, warnings_of
+from fp8parity_analysis.tensor_moves import RuleScore, warnings_of
 from fp8parity_analysis.tensor_pictures import ArmPictures, pictures_of
 from fp8parity_analysis.tensor_reasons import (
     described_reasons,
@@ -26,6 +26,14 @@ from fp8parity_analysis.tensor_reasons import (
 )
 from fp8parity_analysis.tensor_reasons_absolute import absolute_reasons
 from fp8parity_analysis.tensor_screen import families_of
+from fp8parity_analysis.tensor_signal_pairs import (
+    SignalLevels,
+    growth_score,
+    levels_of,
+    paired_signals,
+    signal_families,
+)
+from fp8parity_analysis.tensor_signals import Signal
 from fp8parity_analysis.tensor_tests import FDR, MIN_DF, Method
 
 if TYPE_CHECKING:
@@ -48,7 +56,7 @@ class ArmHealth:
 
     `basis` says what the tests rest on, `candidates` are in the order in which to look at them, `scores` are the
     early-warning rules, `notes` what was seen and is no candidate, `problems` what could not be read. `levels` maps
-    `LEVEL_COLUMNS` to the arm's levels at the end [L], in the order of `tensors`.
+    `LEVEL_COLUMNS` to the arm's levels at the end [L], in the order of `tensors`; `signals` are those at the end.
     """
 
     recipe: str
@@ -60,11 +68,12 @@ class ArmHealth:
     descriptive: bool
     basis: str
     candidates: tuple[Candidate, ...]
-    scores: tuple[SignalScore, ...]
+    scores: tuple[RuleScore, ...]
     notes: tuple[str, ...]
     problems: tuple[str, ...]
     levels: Mapping[str, FloatArray]
     pictures: ArmPictures
+    signals: tuple[SignalLevels, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -158,7 +167,11 @@ def arm_health(
     horizon = span[1] or (int(arm.steps[-1]) if len(arm.steps) else 0)
     scores, moves = warnings_of(arm, warmup=span[0], horizon=horizon, loss_onsets=losses)
     absolute, notes = absolute_reasons(arm, losses)
-    reasons = [*absolute, *tested_reasons(arm, families, losses), *moved_reasons(moves, losses)]
+    signals = paired_signals(arm)
+    reasons = [*absolute, *tested_reasons(arm, families, losses, "tested"), *moved_reasons(moves, losses)]
+    for item, tested in zip(signals, signal_families(signals, method), strict=True):
+        reasons += tested_reasons(item, tested, losses, "signal")
+    growths = [growth_score(item, span[0], losses) for item in signals]
     if descriptive:
         reasons += described_reasons(arm, families, losses)
     candidates = candidates_of(reasons)
@@ -172,11 +185,14 @@ def arm_health(
         descriptive=descriptive,
         basis=_basis(arm, families, paired=paired, descriptive=descriptive, method=method),
         candidates=candidates,
-        scores=scores,
+        scores=(*scores, *(score for score in growths if score is not None)),
         notes=(*notes, *_few_probes(arm)),
         problems=arm.problems,
         levels={name: seed_levels(arm, name) for name in LEVEL_COLUMNS},
-        pictures=pictures_of(arm, [item.tensor for item in candidates]),
+        pictures=pictures_of(
+            arm, [item.tensor for item in candidates if not isinstance(item.tensor, Signal)]
+        ),
+        signals=tuple(levels_of(item) for item in signals),
     )
 
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from fp8parity_analysis.tensor_arm import ArmTensors
-    from fp8parity_analysis.tensor_panel import FloatArray, Panel, Tensor
+    from fp8parity_analysis.tensor_panel import FloatArray, IntArray, Panel, Tensor
 
 _BASELINE_FRAC, _MIN_BASELINE = 0.25, 5
 """The past that a tensor is measured by: the first quarter of its probes after warm-up, five at least."""
@@ -37,29 +37,41 @@ _RISE_ONLY_ABOVE = 0.01
 
 
 @dataclass(frozen=True)
-class Signal:
-    """A rule: `value` turns a panel into how far each tensor has moved at each probe [L, K]; more is worse.
-
-    `limit` is the conventional one, `explains` marks rules whose breach makes a tensor a candidate by itself.
-    """
+class EarlyRule:
+    """A rule and its conventional `limit`; more is worse. `explains` marks rules whose breach makes a candidate."""
 
     name: str
     words: str
     limit: float
     unit: str
     explains: bool
+
+
+@dataclass(frozen=True)
+class PanelRule(EarlyRule):
+    """A rule about casts: `value` turns a panel, warm-up and horizon into how far each tensor has moved [L, K]."""
+
     value: Callable[[Panel, int, int], FloatArray]
 
 
-def _baseline(paths: FloatArray, panel: Panel, warmup: int) -> FloatArray:
-    """Return the median of each tensor's first probes after warm-up [L, 1]."""
-    late = np.flatnonzero(panel.steps > warmup)
+def own_past(paths: FloatArray, steps: IntArray, warmup: int) -> FloatArray:
+    """Return the median of each row's first probes after warm-up, `paths` [L, K] to [L, 1]."""
+    late = np.flatnonzero(steps > warmup)
     count = max(_MIN_BASELINE, round(_BASELINE_FRAC * len(late)))
     return nanmedian(paths[:, late[:count]], -1)[:, None]
 
 
+def after_warmup(values: FloatArray, steps: IntArray, warmup: int) -> FloatArray:
+    """Return the values [L, K], NaN up to the end of warm-up."""
+    return np.where((steps > warmup)[None, :], values, np.nan)
+
+
+def _baseline(paths: FloatArray, panel: Panel, warmup: int) -> FloatArray:
+    return own_past(paths, panel.steps, warmup)
+
+
 def _after(values: FloatArray, panel: Panel, warmup: int) -> FloatArray:
-    return np.where((panel.steps > warmup)[None, :], values, np.nan)
+    return after_warmup(values, panel.steps, warmup)
 
 
 def _sqnr_drop(panel: Panel, warmup: int, horizon: int) -> FloatArray:
@@ -113,10 +125,10 @@ def _scale_changes(panel: Panel, warmup: int, horizon: int) -> FloatArray:
     return np.cumsum(moved & (panel.steps > warmup)[None, :], axis=1).astype(np.float64)
 
 
-SIGNALS: tuple[Signal, ...] = (
-    Signal("saturation", "saturated share above zero", 0.0, "", False, _saturation),
-    Signal("sqnr_drop", "SQNR below its own past", 3.0, "dB", True, _sqnr_drop),
-    Signal(
+RULES: tuple[PanelRule, ...] = (
+    PanelRule("saturation", "saturated share above zero", 0.0, "", False, _saturation),
+    PanelRule("sqnr_drop", "SQNR below its own past", 3.0, "dB", True, _sqnr_drop),
+    PanelRule(
         "underflow_rise",
         "underflow odds over their own past",
         float(np.log(10.0)),
@@ -124,23 +136,25 @@ SIGNALS: tuple[Signal, ...] = (
         True,
         _underflow_rise,
     ),
-    Signal("spread_growth", "amax/rms over its own past", float(np.log(4.0)), "ln", True, _spread_growth),
-    Signal("range_crossing", "amax/rms heading out of the format's range", 1.0, "", False, _range_crossing),
-    Signal("scale_changes", "scale changes beyond a factor of 2", 3.0, "", False, _scale_changes),
+    PanelRule("spread_growth", "amax/rms over its own past", float(np.log(4.0)), "ln", True, _spread_growth),
+    PanelRule(
+        "range_crossing", "amax/rms heading out of the format's range", 1.0, "", False, _range_crossing
+    ),
+    PanelRule("scale_changes", "scale changes beyond a factor of 2", 3.0, "", False, _scale_changes),
 )
 
 
 @dataclass(frozen=True)
-class SignalScore:
+class RuleScore:
     """What a rule did over a study's runs of one arm.
 
     `hits` of `n_runs` runs of the arm break the conventional `limit` in any tensor, `control_hits` of `n_control` BF16
-    runs do; `calibrated` is the limit that no BF16 run exceeds, `calibrated_hits` the arm's runs beyond it and
-    `false_alarms` the bound on that rate, None with no BF16 run. `onset` is that of the first tensor by seed;
-    `tensors` counts those that break the limit in any seed.
+    runs do (null pairs, for a rule about pairs); `calibrated` is the limit that none of these exceeds,
+    `calibrated_hits` the arm's runs beyond it and `false_alarms` the bound on that rate, None with no BF16 run. `onset`
+    is that of the first tensor by seed; `tensors` counts those that break the limit in any seed.
     """
 
-    signal: Signal
+    rule: EarlyRule
     hits: int
     n_runs: int
     control_hits: int
@@ -160,63 +174,70 @@ class Move:
     """
 
     tensor: Tensor
-    signal: Signal
+    rule: EarlyRule
     found: tuple[tuple[int, int, int], ...]
     in_control: int | None
     n_seeds: int
     worst: float
 
 
-def _held(values: FloatArray) -> FloatArray:
+def held(values: FloatArray) -> FloatArray:
     """Return the largest value that lasts, by tensor and first probe; one probe alone is no warning."""
     return lasting(np.where(np.isnan(values), -np.inf, values))
 
 
 def warnings_of(
     arm: ArmTensors, *, warmup: int, horizon: int, loss_onsets: dict[int, int]
-) -> tuple[tuple[SignalScore, ...], tuple[Move, ...]]:
+) -> tuple[tuple[RuleScore, ...], tuple[Move, ...]]:
     """Score every rule on every run of an arm and its control; `warmup` and `horizon` in optimizer steps."""
-    scored = [_score(signal, arm, (warmup, horizon), loss_onsets) for signal in SIGNALS]
+    scored = [_score(rule, arm, (warmup, horizon), loss_onsets) for rule in RULES]
     return tuple(item for item, _ in scored), tuple(move for _, moves in scored for move in moves)
 
 
 def _score(
-    signal: Signal, arm: ArmTensors, span: tuple[int, int], loss_onsets: dict[int, int]
-) -> tuple[SignalScore, list[Move]]:
-    held = {seed.seed: _held(signal.value(seed.test[0], *span)) for seed in arm.seeds}
+    rule: PanelRule, arm: ArmTensors, span: tuple[int, int], loss_onsets: dict[int, int]
+) -> tuple[RuleScore, list[Move]]:
+    own = {seed.seed: held(rule.value(seed.test[0], *span)) for seed in arm.seeds}
     control = {
-        seed.seed: [_held(signal.value(panel, *span)) for panel in (*seed.control, *seed.null)]
+        seed.seed: [held(rule.value(panel, *span)) for panel in (*seed.control, *seed.null)]
         for seed in arm.seeds
     }
-    runs = [values for group in control.values() for values in group]
+    idle = [held(rule.value(panel, *span)) for group in arm.idle for panel in group]
+    runs = [*(values for group in control.values() for values in group), *idle]
+    score = score_of(rule, own, runs, arm.steps, loss_onsets)
+    return score, _moves(rule, arm, own, control) if rule.explains else []
+
+
+def score_of(
+    rule: EarlyRule,
+    own: Mapping[int, FloatArray],
+    runs: Sequence[FloatArray],
+    steps: IntArray,
+    loss_onsets: dict[int, int],
+) -> RuleScore:
+    """Score a rule from what lasts in the arm's runs by seed and in BF16 runs, or null pairs: each `held` [L, K']."""
     peaks = [float(values.max()) if values.size else -np.inf for values in runs]
-    calibrated = max([signal.limit, *peaks])
-    firsts = {seed: _first(values, signal.limit) for seed, values in held.items()}
-    by_seed = [
-        (
-            seed,
-            int(arm.steps[first[first >= 0].min()]),
-            resolution_at(arm.steps, int(first[first >= 0].min())),
-        )
-        for seed, first in firsts.items()
-        if (first >= 0).any()
-    ]
-    moved = np.zeros(len(arm.tensors), dtype=np.bool_)
-    for first in firsts.values():
-        moved |= first >= 0
-    warning = SignalScore(
-        signal=signal,
+    calibrated = max([rule.limit, *peaks])
+    firsts = {seed: _first(values, rule.limit) for seed, values in own.items()}
+    by_seed = []
+    moved: set[int] = set()
+    for seed, first in firsts.items():
+        moved.update(np.flatnonzero(first >= 0).tolist())
+        if (first >= 0).any():
+            at = int(first[first >= 0].min())
+            by_seed.append((seed, int(steps[at]), resolution_at(steps, at)))
+    return RuleScore(
+        rule=rule,
         hits=len(by_seed),
-        n_runs=len(held),
-        control_hits=sum(peak > signal.limit for peak in peaks),
+        n_runs=len(own),
+        control_hits=sum(peak > rule.limit for peak in peaks),
         n_control=len(runs),
         calibrated=calibrated,
-        calibrated_hits=sum(bool((values > calibrated).any()) for values in held.values()),
+        calibrated_hits=sum(bool((values > calibrated).any()) for values in own.values()),
         false_alarms=max(0.01, 1.0 / (len(runs) + 1)) if runs else None,
         onset=onset_of(by_seed, loss_onsets),
-        tensors=int(moved.sum()),
+        tensors=len(moved),
     )
-    return warning, _moves(signal, arm, firsts, held, control) if signal.explains else []
 
 
 def _first(held: FloatArray, limit: float) -> npt.NDArray[np.int64]:
@@ -228,14 +249,14 @@ def _first(held: FloatArray, limit: float) -> npt.NDArray[np.int64]:
 
 
 def _moves(
-    signal: Signal,
+    rule: EarlyRule,
     arm: ArmTensors,
-    firsts: Mapping[int, npt.NDArray[np.int64]],
-    held: Mapping[int, FloatArray],
+    own: Mapping[int, FloatArray],
     control: Mapping[int, Sequence[FloatArray]],
 ) -> list[Move]:
     found = []
     compared = any(control.values())
+    firsts = {seed: _first(values, rule.limit) for seed, values in own.items()}
     for row, tensor in enumerate(arm.tensors):
         hits = tuple(
             (seed, int(arm.steps[first[row]]), resolution_at(arm.steps, int(first[row])))
@@ -244,9 +265,9 @@ def _moves(
         )
         if hits:
             also = sum(
-                any(values.size and values[row].max() > signal.limit for values in control[seed])
+                any(values.size and values[row].max() > rule.limit for values in control[seed])
                 for seed, _, _ in hits
             )
-            worst = max(float(held[seed][row].max()) for seed, _, _ in hits)
-            found.append(Move(tensor, signal, hits, also if compared else None, len(arm.seeds), worst))
+            worst = max(float(own[seed][row].max()) for seed, _, _ in hits)
+            found.append(Move(tensor, rule, hits, also if compared else None, len(arm.seeds), worst))
     return found

@@ -14,6 +14,7 @@ import pandas as pd
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from fp8parity_analysis.tensor_signals import SignalPanel
     from fp8parity_analysis.tensor_store import TensorTables
 
 FloatArray = npt.NDArray[np.float64]
@@ -64,7 +65,7 @@ class Panel:
     """The casts of one run under one recipe: `columns` maps a statistic to [L, K], NaN where not recorded.
 
     `tensors` [L] and `steps` [K] name rows and columns. `formats` holds the format of each cast as text [L, K], empty
-    where not recorded; `granularity` [L] is what shares a scale.
+    where not recorded; `granularity` [L] is what shares a scale. `signals` are the run's, on their own grid.
     """
 
     tensors: tuple[Tensor, ...]
@@ -72,6 +73,7 @@ class Panel:
     columns: Mapping[str, FloatArray]
     formats: npt.NDArray[np.object_]
     granularity: tuple[str, ...]
+    signals: SignalPanel | None = None
 
     @property
     def empty(self) -> bool:
@@ -106,6 +108,7 @@ class Panel:
             {name: taken(values, np.nan).astype(np.float64) for name, values in self.columns.items()},
             taken(self.formats, "").astype(object),
             tuple(self.granularity[index] if index >= 0 else "" for index in rows),
+            self.signals,
         )
 
 

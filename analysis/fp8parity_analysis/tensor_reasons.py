@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from fp8parity_analysis import report_format as fmt
-from fp8parity_analysis.tensor_candidates import Reason
+from fp8parity_analysis.tensor_candidates import Basis, Reason
 from fp8parity_analysis.tensor_onset import Onset, onset_of
-from fp8parity_analysis.tensor_panel import STATISTICS
 from fp8parity_analysis.tensor_reduce import level, nanmean, nanmedian
 from fp8parity_analysis.tensor_screen import JUMP_FLOOR, departures, envelope
 from fp8parity_analysis.tensor_tests import MIN_DF
@@ -20,10 +19,11 @@ if TYPE_CHECKING:
 
     from fp8parity_analysis.tensor_arm import ArmTensors
     from fp8parity_analysis.tensor_moves import Move
-    from fp8parity_analysis.tensor_panel import FloatArray, Statistic, Tensor
-    from fp8parity_analysis.tensor_screen import Family
+    from fp8parity_analysis.tensor_panel import FloatArray, Statistic
+    from fp8parity_analysis.tensor_screen import Family, Paired
+    from fp8parity_analysis.tensor_signals import Place
 
-Reasons = list[tuple["Tensor", Reason]]
+Reasons = list[tuple["Place", Reason]]
 
 _MIN_PEERS = 3
 _DESCRIBED_FLOORS, _DESCRIBED_SDS = 4.0, 6.0
@@ -32,10 +32,12 @@ _SAME, _OTHER = 0.5, 0.25
 """Share of the FP8 arm's movement that the BF16 arm must show to move too, and below which it stands still."""
 
 
-def tested_reasons(arm: ArmTensors, families: Sequence[Family], loss_onsets: dict[int, int]) -> Reasons:
-    """Return a reason for every tensor that a family flags."""
+def tested_reasons(
+    arm: Paired, families: Sequence[Family], loss_onsets: dict[int, int], basis: Basis
+) -> Reasons:
+    """Return a reason, on this basis, for every tensor or module of a signal that a family flags."""
     found: Reasons = []
-    for name, statistic in STATISTICS.items():
+    for name, statistic in {family.statistic.name: family.statistic for family in families}.items():
         flagged = [
             family for family in families if family.statistic.name == name and family.screen.flagged().any()
         ]
@@ -45,25 +47,26 @@ def tested_reasons(arm: ArmTensors, families: Sequence[Family], loss_onsets: dic
         for family in flagged:
             for row in np.flatnonzero(family.screen.flagged()):
                 onset = onset_of(left[row], loss_onsets)
-                found.append((arm.tensors[row], _tested(arm, family, int(row), onset)))
+                found.append((arm.tensors[int(row)], _tested(arm, family, int(row), onset, basis)))
     return found
 
 
-def _tested(arm: ArmTensors, family: Family, row: int, onset: Onset) -> Reason:
+def _tested(arm: Paired, family: Family, row: int, onset: Onset, basis: Basis) -> Reason:
     statistic, screen = family.statistic, family.screen
     effect, q = float(screen.effect[row]), float(screen.q[row])
     floor = JUMP_FLOOR if family.reduction == "jump" else statistic.floor
     return Reason(
         name=f"{statistic.name}_{family.reduction}",
         text=f"{statistic.words}: {_effect_words(family, effect)} (q {_p_words(q)})",
-        basis="tested",
+        basis=basis,
         cast_fault=False,
         order=0,
         strength=abs(effect) / floor,
         seeds=int(screen.n[row]),
-        of=len(arm.seeds),
+        of=len(arm.seed_numbers),
         onset=onset,
-        in_bf16=_moves_in_bf16(arm, statistic, row, onset),
+        # a signal is the same quantity in both arms and grows in any run: what differs is what BF16 does not do
+        in_bf16=False if basis == "signal" else _moves_in_bf16(arm, statistic, row, onset),
         effect=effect,
         q=q,
     )
@@ -97,11 +100,13 @@ def amount(statistic: Statistic, effect: float) -> str:
     """Return an effect as a difference in dB, or as the factor that a logarithm stands for."""
     if statistic.unit == "dB":
         return f"{fmt.number(effect, 1)} dB"
+    if statistic.unit == "nats":
+        return f"{fmt.number(effect, 2)} nats"
     odds = " in odds" if statistic.unit == "logit" else ""
     return f"{factor(effect)}{odds}"
 
 
-def _moves_in_bf16(arm: ArmTensors, statistic: Statistic, row: int, onset: Onset) -> bool | None:
+def _moves_in_bf16(arm: Paired, statistic: Statistic, row: int, onset: Onset) -> bool | None:
     """Return whether the BF16 arm's what-if cast moves from before the onset to after it as the FP8 arm's does."""
     if onset.step is None:
         return None
@@ -127,12 +132,12 @@ def moved_reasons(moves: Sequence[Move], loss_onsets: dict[int, int]) -> Reasons
         (
             move.tensor,
             Reason(
-                name=move.signal.name,
-                text=f"{move.signal.words} by {_move_words(move)}",
+                name=move.rule.name,
+                text=f"{move.rule.words} by {_move_words(move)}",
                 basis="moved",
                 cast_fault=False,
                 order=0,
-                strength=move.worst / move.signal.limit,
+                strength=move.worst / move.rule.limit,
                 seeds=len(move.found),
                 of=move.n_seeds,
                 onset=onset_of(move.found, loss_onsets),
@@ -146,7 +151,7 @@ def moved_reasons(moves: Sequence[Move], loss_onsets: dict[int, int]) -> Reasons
 
 
 def _move_words(move: Move) -> str:
-    return f"{move.worst:.1f} dB" if move.signal.unit == "dB" else factor(move.worst)
+    return f"{move.worst:.1f} dB" if move.rule.unit == "dB" else factor(move.worst)
 
 
 def described_reasons(arm: ArmTensors, families: Sequence[Family], loss_onsets: dict[int, int]) -> Reasons:

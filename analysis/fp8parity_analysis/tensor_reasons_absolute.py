@@ -18,8 +18,9 @@ if TYPE_CHECKING:
     from fp8parity_analysis.tensor_absolute import Hit
     from fp8parity_analysis.tensor_arm import ArmTensors
     from fp8parity_analysis.tensor_panel import Tensor
+    from fp8parity_analysis.tensor_signals import Place
 
-Reasons = list[tuple["Tensor", Reason]]
+Reasons = list[tuple["Place", Reason]]
 
 _WIDESPREAD = 0.5
 """Share of the tensors of one kind beyond which a harmless kind of hit says nothing about any one of them."""
@@ -38,7 +39,7 @@ def absolute_reasons(arm: ArmTensors, loss_onsets: dict[int, int]) -> tuple[Reas
             for hit in tensor_absolute.hits_of(panel, arm.recipe):
                 also.setdefault((hit.rule.name, hit.tensor), set()).add(seed.seed)
     usual = _usual(arm, hits, also)
-    reasons = [
+    reasons: Reasons = [
         (tensor, _absolute(arm, by_seed, also.get((name, tensor), set()), loss_onsets))
         for (name, tensor), by_seed in hits.items()
         if not any((name, part) in usual for part in _parts(tensor))

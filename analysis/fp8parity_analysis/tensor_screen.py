@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -14,11 +14,40 @@ from fp8parity_analysis.tensor_reduce import REDUCTIONS, nanmean, nanmedian
 from fp8parity_analysis.tensor_tests import Method, Screen, screen, too_quiet
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from fp8parity_analysis.tensor_arm import ArmTensors
     from fp8parity_analysis.tensor_panel import FloatArray, IntArray, Statistic
+    from fp8parity_analysis.tensor_signals import Place
 
 JUMP_FLOOR = float(np.log(1.5))
 """Smallest jump worth a word: half as large again as the null's, or as that of its peers."""
+
+
+class Paired(Protocol):
+    """Trajectories [n, L, K] by statistic of an arm, its control, and their difference; [m, L, K] of null pairs.
+
+    `tensors` [L], `steps` [K] and `seed_numbers` [n] name the axes.
+    """
+
+    @property
+    def tensors(self) -> Sequence[Place]: ...  # noqa: D102
+    @property
+    def steps(self) -> IntArray: ...  # noqa: D102
+    @property
+    def seed_numbers(self) -> tuple[int, ...]: ...  # noqa: D102
+    @property
+    def matched(self) -> bool: ...  # noqa: D102
+    @property
+    def null_scale(self) -> float: ...  # noqa: D102
+    @property
+    def test_paths(self) -> dict[str, FloatArray]: ...  # noqa: D102
+    @property
+    def control_paths(self) -> dict[str, FloatArray]: ...  # noqa: D102
+    @property
+    def gaps(self) -> dict[str, FloatArray]: ...  # noqa: D102
+    @property
+    def nulls(self) -> dict[str, FloatArray]: ...  # noqa: D102
 
 
 @dataclass(frozen=True)
@@ -47,21 +76,31 @@ def families_of(arm: ArmTensors, method: Method = "bh") -> list[Family]:
             continue
         gaps, nulls = arm.gaps[statistic.name], arm.nulls[statistic.name]
         data = (gaps, nulls, testable)
-        found += [_family(arm, statistic, reduction, data, method) for reduction in REDUCTIONS]
+        found += [
+            family_of(arm, statistic, reduction, data, method, _jumps(arm, statistic, gaps, nulls))
+            if reduction == "jump"
+            else family_of(arm, statistic, reduction, data, method)
+            for reduction in REDUCTIONS
+        ]
     return found
 
 
-def _family(
-    arm: ArmTensors,
+def family_of(
+    arm: Paired,
     statistic: Statistic,
     reduction: str,
     data: tuple[FloatArray, FloatArray, FloatArray],
     method: Method,
+    jumps: tuple[FloatArray, FloatArray, float] | None = None,
 ) -> Family:
+    """Test one statistic under one reduction; `data` are gaps [n, L, K], nulls [m, L, K], 1 or NaN by tensor [L].
+
+    `jumps`, which replace level or drift, are as `_jumps` returns them.
+    """
     gaps, nulls, testable = data
     share = 0.0
-    if reduction == "jump":
-        values, null_values, share = _jumps(arm, statistic, gaps, nulls)
+    if jumps is not None:
+        values, null_values, share = jumps
         harm, floor = 1, JUMP_FLOOR
     else:
         values = _reduced(gaps, arm.steps, reduction)
@@ -130,19 +169,19 @@ def _log_jumps(
     return np.stack(rows) if rows else np.zeros((0, paths.shape[1]))
 
 
-def envelope(arm: ArmTensors, statistic: Statistic) -> Envelope:
+def envelope(arm: Paired, statistic: Statistic) -> Envelope:
     """Return what counts as outside for a statistic: by the null pairs, or by the paths' own noise."""
     nulls = arm.nulls[statistic.name]
     found = envelope_of(list(nulls), statistic.floor, float(np.sqrt(arm.null_scale)))
     return found or own_envelope(list(arm.gaps[statistic.name]), statistic.floor)
 
 
-def departures(arm: ArmTensors, statistic: Statistic, limit: FloatArray) -> list[list[tuple[int, int, int]]]:
+def departures(arm: Paired, statistic: Statistic, limit: FloatArray) -> list[list[tuple[int, int, int]]]:
     """Return, by tensor [L], (seed, step, resolution) of each seed whose paired path leaves the envelope for good."""
     found: list[list[tuple[int, int, int]]] = [[] for _ in arm.tensors]
-    for seed, path in zip(arm.seeds, arm.gaps[statistic.name], strict=True):
+    for seed, path in zip(arm.seed_numbers, arm.gaps[statistic.name], strict=True):
         own, steps = own_steps(path, arm.steps)
         for row, at in enumerate(first_outside(own, limit, statistic.harm)):
             if at >= 0:
-                found[row].append((seed.seed, int(steps[at]), resolution_at(steps, int(at))))
+                found[row].append((seed, int(steps[at]), resolution_at(steps, int(at))))
     return found

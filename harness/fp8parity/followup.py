@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -19,22 +20,29 @@ from fp8parity.yaml_marks import load
 from fp8parity_analysis import schema
 from fp8parity_analysis.store import read_study
 from fp8parity_analysis.tensor_health import ArmHealth, TensorHealth
+from fp8parity_analysis.tensor_panel import Tensor
 
 MAX_LAYERS = 4
 """Layers held in BF16 at once: the first candidates of the arm."""
 
 
 def layers_of(arm: ArmHealth) -> tuple[str, ...]:
-    """Return the layers of an arm's first candidates: those of the leading candidate's kind, `MAX_LAYERS` at most."""
-    leading = arm.candidates[0].basis
-    return tuple(dict.fromkeys(item.tensor.fqn for item in arm.candidates if item.basis == leading))[
-        :MAX_LAYERS
-    ]
+    """Return the layers of an arm's first candidates: those of the leading candidate's kind, `MAX_LAYERS` at most.
+
+    A signal of a module without an FP8 cast, such as the logits of an output head in BF16, has no layer to hold.
+    """
+    held = [item for item in arm.candidates if isinstance(item.tensor, Tensor) or _casts(arm, item.layers)]
+    layers = dict.fromkeys(item.layers for item in held if item.basis == held[0].basis)
+    return tuple(layers)[:MAX_LAYERS]
+
+
+def _casts(arm: ArmHealth, layers: str) -> bool:
+    return any(fnmatchcase(tensor.fqn, layers) for tensor in arm.tensors)
 
 
 def _first(health: TensorHealth) -> ArmHealth | None:
     """Return the arm whose first candidate weighs most."""
-    arms = [item for item in health.arms if item.candidates]
+    arms = [item for item in health.arms if item.candidates and layers_of(item)]
     return min(arms, key=lambda item: item.candidates[0].weight) if arms else None
 
 

@@ -7,7 +7,7 @@ faulty tensor is really cast, element by element (`ml_dtypes`), and measured.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,10 @@ from fp8parity_analysis import schema
 from fp8parity_analysis import tensor_schema as ts
 from fp8parity_analysis.store import RunRecord, read_runs
 from fp8parity_analysis.tensor_arm import ArmTensors, arm_of
-from fp8parity_analysis.tensor_panel import Panel, panel_of
+from fp8parity_analysis.tensor_health import TensorHealth, arm_health
+from fp8parity_analysis.tensor_panel import Panel, Tensor, panel_of
+from fp8parity_analysis.tensor_pictures import MAX_TRAJECTORIES, ArmPictures, Trajectory
+from fp8parity_analysis.tensor_signals import signals_of
 from fp8parity_analysis.tensor_store import TensorTables
 
 E4M3, E5M2 = "e4m3fn", "e5m2"
@@ -111,6 +114,17 @@ class Fault:
 
 
 @dataclass(frozen=True)
+class SignalFault:
+    """A signal of one module of the arm that is multiplied by `factor` to the number of steps since `step`."""
+
+    fqn: str
+    signal: str
+    step: int
+    factor: float
+    in_control: bool = False
+
+
+@dataclass(frozen=True)
 class TensorShape:
     """How large the statistics are. `common` is the sd of a seed's and run's shared luck, `own` of a tensor's own."""
 
@@ -122,6 +136,19 @@ class TensorShape:
     faults: tuple[Fault, ...] = ()
     arm: str = "tensorwise"
     what_if: tuple[str, ...] = ("tensorwise", "rowwise")
+    signal_faults: tuple[SignalFault, ...] = ()
+
+    @property
+    def signals(self) -> list[tuple[str, str]]:
+        blocks = [f"blocks.{block}" for block in range(self.blocks)]
+        linears = [f"{block}.{linear}" for block in blocks for linear in self.linears]
+        return [
+            ("head_logits_max", "head"),
+            ("head_logsumexp_mean", "head"),
+            *(("attention_logits_max", f"{block}.attn") for block in blocks),
+            *(("block_output_rms", block) for block in blocks),
+            *(("grad_norm", linear) for linear in linears),
+        ]
 
     @property
     def names(self) -> list[tuple[str, str, str]]:
@@ -173,6 +200,27 @@ def healthy(shape: TensorShape, recipe: str, seed: int, run: object) -> pd.DataF
     return table.assign(recipe=recipe, granularity=GRAIN[recipe])
 
 
+def signals_of_run(shape: TensorShape, arm: str, role: str, seed: int, replica: object) -> pd.DataFrame:
+    """The signals of one run: each grows with the step as in any run, and wanders with seed, run and module."""
+    names, steps = shape.signals, np.array(shape.steps)
+    rng = np.random.default_rng(_key("signals", seed, role, arm, replica))
+    common = np.random.default_rng(_key("signals of", seed)).normal(0, shape.common, (len(names), 1))
+    luck, wander = (
+        rng.normal(0, shape.own, (len(names), 1)),
+        rng.normal(0, shape.own, (len(names), len(steps))),
+    )
+    values = 0.5 * steps[None, :] ** 0.4 * np.exp(common + luck + wander)
+    for fault in shape.signal_faults:
+        if fault.in_control or (role == "test" and arm == shape.arm):
+            row = names.index((fault.signal, fault.fqn))
+            values[row] *= fault.factor ** np.maximum(0, steps - fault.step)
+    table = pd.DataFrame({"value": values.ravel(), "step": np.tile(steps, len(names))})
+    table["tokens"] = table["step"] * 512
+    table["signal"] = np.repeat([signal for signal, _ in names], len(steps))
+    table["fqn"] = np.repeat([fqn for _, fqn in names], len(steps))
+    return table
+
+
 def with_fault(table: pd.DataFrame, fault: Fault, recipe: str, seed: int, run: object) -> pd.DataFrame:
     """The same casts with the faulty operand really cast from the step on at which the fault begins."""
     frozen: dict[str, np.ndarray] = {}
@@ -191,19 +239,26 @@ def with_fault(table: pd.DataFrame, fault: Fault, recipe: str, seed: int, run: o
     return pd.concat([table[~hit], pd.DataFrame(rows)], ignore_index=True)
 
 
-def write_parts(run_dir: Path, table: pd.DataFrame, *, per_part: int = 10) -> None:
-    """Write casts as the probe does: parts of a few steps each, the version in the metadata."""
+def write_parts(
+    run_dir: Path, table: pd.DataFrame, signals: pd.DataFrame | None = None, *, per_part: int = 10
+) -> None:
+    """Write casts and signals as the probe does: parts of a few steps each, the version in the metadata."""
     folder = run_dir / schema.TENSOR_STATS_DIR
     folder.mkdir(parents=True, exist_ok=True)
     steps = sorted(table["step"].unique())
     for part, first in enumerate(range(0, len(steps), per_part)):
-        rows = table[table["step"].isin(steps[first : first + per_part])]
-        write_part(folder / f"part-{part:05d}.parquet", rows)
+        at = steps[first : first + per_part]
+        write_part(folder / f"part-{part:05d}.parquet", table[table["step"].isin(at)])
+        if signals is not None:
+            rows = signals[signals["step"].isin(at)]
+            write_part(folder / f"signals-{part:05d}.parquet", rows, columns=ts.SIGNAL_COLUMNS)
 
 
-def write_part(path: Path, rows: pd.DataFrame, version: bytes | None = None) -> None:
+def write_part(
+    path: Path, rows: pd.DataFrame, version: bytes | None = None, columns: Sequence[str] = ts.CAST_COLUMNS
+) -> None:
     table = pa.Table.from_pandas(
-        rows[list(ts.CAST_COLUMNS)], ts.arrow_schema(ts.CAST_COLUMNS), preserve_index=False, safe=False
+        rows[list(columns)], ts.arrow_schema(columns), preserve_index=False, safe=False
     )
     stated = str(ts.TENSOR_SCHEMA_VERSION).encode() if version is None else version
     pq.write_table(table.replace_schema_metadata({ts.METADATA_KEY: stated}), path)
@@ -223,21 +278,52 @@ def casts_of_run(shape: TensorShape, arm: str, role: str, seed: int, replica: ob
     return pd.concat(tables, ignore_index=True)
 
 
-def arm_in_memory(shape: TensorShape, *, seeds: int = 3, matched: bool = False) -> ArmTensors:
-    """The arm as `read_arm` would give it, with one control and one further BF16 run per seed, without a disk."""
+def arm_in_memory(shape: TensorShape, *, seeds: int = 3, matched: bool = False, idle: int = 0) -> ArmTensors:
+    """The arm as `read_arm` would give it, with one control and one further BF16 run per seed, without a disk.
+
+    `idle` further seeds have these BF16 runs and no run of the arm.
+    """
     own = replace(shape, what_if=(shape.arm,))
 
-    def panels(arm: str, role: str) -> dict[int, list[Panel]]:
-        tables = {seed: casts_of_run(own, arm, role, seed, int(role == "null")) for seed in range(seeds)}
-        return {seed: [panel_of(TensorTables(table, pd.DataFrame()))] for seed, table in tables.items()}
+    def panels(arm: str, role: str, count: int) -> dict[int, list[Panel]]:
+        found = {}
+        for seed in range(count):
+            place = (arm, role, seed, int(role == "null"))
+            casts, signals = casts_of_run(own, *place), signals_of_run(own, *place)
+            found[seed] = [replace(panel_of(TensorTables(casts, signals)), signals=signals_of(signals))]
+        return found
 
     return arm_of(
         shape.arm,
-        panels(shape.arm, "test"),
-        panels("bf16", "control"),
-        panels("bf16_null", "null"),
+        panels(shape.arm, "test", seeds),
+        panels("bf16", "control", seeds + idle),
+        panels("bf16_null", "null", seeds + idle),
         matched=matched,
     )
+
+
+def noisy_health(recipes: Sequence[str]) -> TensorHealth:
+    """Health of arms whose every tensor is a candidate, and every cell of every heat map another colour.
+
+    Larger than any study's: 300 tensors of 50 linears and 100 probes per arm.
+    """
+    shape = TensorShape(10, ("attn.qkv_proj", "attn.o_proj", "ffn.gate", "ffn.up", "ffn.down"))
+    rng = np.random.default_rng(0)
+    tensors = tuple(Tensor(*name) for name in shape.names)
+    size = (len(tensors), 100)
+    zero = Fault("blocks.0.ffn.down", "input", 1, lambda x, since: 0.0 * x)
+    small = TensorShape(1, ("ffn.down",), tuple(range(10, 101, 10)), faults=(zero,))
+    arm = arm_health("x", arm_in_memory(small), (0, 100), {})
+    (first, *_), steps = arm.candidates, np.arange(10, 1001, 10)
+    curves = tuple(
+        Trajectory(tensor, *np.exp(rng.normal(0, 1, (2, 5, 100))))
+        for tensor in tensors[: 2 * MAX_TRAJECTORIES : 2]
+    )
+    pictures = ArmPictures(tensors, steps, 10 ** rng.uniform(-6, 0, size), rng.uniform(0, 15, size), curves)
+    candidates = tuple(replace(first, tensor=tensor) for tensor in tensors)
+    levels = {name: np.ones(len(tensors)) for name in arm.levels}
+    found = replace(arm, tensors=tensors, candidates=candidates, levels=levels, pictures=pictures)
+    return TensorHealth(tuple(replace(found, recipe=recipe) for recipe in recipes))
 
 
 def _as_cast_right(fault: Fault) -> Fault:
@@ -257,6 +343,8 @@ def write_tensor_study(
     study = study or Shape(effects=effects if effects is not None else {shape.arm: 0.0056})
     for record in report_study.write_study(root, study):
         spec = record.spec
-        table = casts_of_run(shape, spec["arm"], spec["role"], spec["seed"], spec["replica"])
-        write_parts(record.path, table, per_part=per_part)
+        place = (spec["arm"], spec["role"], spec["seed"], spec["replica"])
+        write_parts(
+            record.path, casts_of_run(shape, *place), signals_of_run(shape, *place), per_part=per_part
+        )
     return read_runs(root)

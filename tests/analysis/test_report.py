@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import pytest
 import report_study
 from report_study import STUDY, Shape, hand_judgement, verdict
+from tensor_study import noisy_health
 
 from fp8parity_analysis import report, wording
 from fp8parity_analysis import report_format as fmt
@@ -24,6 +25,7 @@ from fp8parity_analysis.verdict import Contrast, Judgement
 
 if TYPE_CHECKING:
     from fp8parity_analysis.store import RunRecord
+    from fp8parity_analysis.tensor_health import TensorHealth
 
 GOLD = Path(__file__).parents[1] / "gold" / "report"
 REPRODUCE = "fp8parity run recipes/granularity.yaml --out out/granularity"
@@ -74,11 +76,14 @@ def records() -> list[RunRecord]:
 
 
 def written(
-    out: Path, judgement: Judgement, records: list[RunRecord] | None = None, study: dict | None = None
+    out: Path,
+    judgement: Judgement,
+    records: list[RunRecord] | None = None,
+    study: dict | None = None,
+    tensor: TensorHealth | None = None,
 ) -> dict[str, str]:
-    paths = report.write(
-        out, judgement, records or [], STUDY if study is None else study, reproduce=REPRODUCE
-    )
+    study = STUDY if study is None else study
+    paths = report.write(out, judgement, records or [], study, reproduce=REPRODUCE, tensor=tensor)
     return {path.name: path.read_text(encoding="utf-8") for path in paths}
 
 
@@ -291,11 +296,23 @@ def test_a_hundred_runs_stay_below_three_megabytes(tmp_path: Path) -> None:
     shape = Shape(groups=("25m", "125m", "350m", "1b"), effects=effects, seeds=(0, 1, 2, 3, 4), steps=1200)
     records = report_study.records_of(shape)
     assert len(records) == 100
-    files = written(tmp_path, report_study.judged(records), records)
+    judgement = report_study.judged(records)
+    recipes = [item.recipe for item in judgement.verdicts if item.recipe not in judgement.null_recipes]
+    assert len(recipes) == 12
+    files = written(tmp_path, judgement, records, tensor=noisy_health(recipes))
     assert len(files["report.html"].encode()) < 3e6
     page = Page(files["report.html"])
-    assert len([1 for attrs in page.named("svg") if attrs.get("role") == "img"]) == 2 + 12 + 12 + 4
-    assert max(len(attrs.get("d", "")) for attrs in page.named("path")) < 500 * 14
+    drawn = [attrs for attrs in page.named("svg") if attrs.get("role") == "img"]
+    maps = [attrs for attrs in drawn if attrs.get("class") == "heat"]
+    amax = [attrs for attrs in drawn if attrs["aria-label"].startswith("amax of")]
+    assert len(drawn) - len(maps) - len(amax) == 2 + 12 + 12 + 4
+    # arms whose pictures no longer fit are tables and one sentence; those drawn have all their maps and curves
+    full = page.words.count("Not drawn: the page is full.")
+    assert 0 < full < 12
+    assert (len(maps), len(amax)) == ((12 - full) * 12, (12 - full) * 4)
+    assert all(f"Candidates of {recipe}" in page.words for recipe in recipes)
+    lines = [attrs.get("d", "") for attrs in page.named("path") if attrs.get("class", "")[:1] != "l"]
+    assert max(map(len, lines)) < 500 * 14
 
 
 def test_stored_runs_and_the_real_judge_fit_the_report(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from fp8parity_analysis import report, report_tensor
 from fp8parity_analysis.history_series import Series
 from fp8parity_analysis.study_runs import StudyRuns
 from fp8parity_analysis.tensor_health import TensorHealth, examine
+from fp8parity_analysis.tensor_schema import SIGNALS
 
 FAULTS = (
     Fault(LAYER, "input", STEP, growing_pair),
@@ -52,6 +53,8 @@ def test_the_page_shows_candidates_maps_and_curves(study: tuple[Path, TensorHeal
     ids = [attrs["id"] for _, attrs in page.tags if "id" in attrs]
     assert len(ids) == len(set(ids))
     assert {"href": "#tensors"} in page.named("a")
+    assert "Signals of tensorwise at the end" in page.words
+    assert "largest attention logit growing faster than BF16's" in page.words
     assert not page.named("script")
 
 
@@ -73,7 +76,10 @@ def test_json_and_summary_hold_the_candidates(study: tuple[Path, TensorHealth]) 
     assert first["onset_step"] == 150
     assert first["reasons"][0]["name"] == "format"
     assert len(arm["levels"]) == 72
-    assert "6 candidates among 72 tensors" in (root / "summary.md").read_text()
+    # 12 gradient norms, 3 attentions, 3 blocks, 2 of the head: none of them differs
+    assert {row["signal"] for row in arm["signal_levels"]} == set(SIGNALS)
+    assert len(arm["signal_levels"]) == 20
+    assert "6 candidates among 72 tensors, 20 signals" in (root / "summary.md").read_text()
 
 
 def test_without_statistics_one_line_says_how_to_record_them(tmp_path: Path) -> None:

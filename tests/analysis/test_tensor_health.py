@@ -17,6 +17,7 @@ from tensor_study import (
     E5M2,
     GEMMS,
     Fault,
+    SignalFault,
     TensorShape,
     arm_in_memory,
     healthy,
@@ -33,8 +34,11 @@ from fp8parity_analysis.tensor_absolute import DECLARED_FORMATS, SQNR_BOUND
 from fp8parity_analysis.tensor_arm import RunDirs, read_arm
 from fp8parity_analysis.tensor_candidates import Candidate, Reason, candidates_of
 from fp8parity_analysis.tensor_health import ArmHealth, arm_health, examine, loss_onsets
+from fp8parity_analysis.tensor_moves import RULES
 from fp8parity_analysis.tensor_onset import Onset
 from fp8parity_analysis.tensor_panel import Tensor
+from fp8parity_analysis.tensor_signal_pairs import GROWTH_RULES
+from fp8parity_analysis.tensor_signals import Signal
 from fp8parity_analysis.verdict import Evidence
 
 LAYER, STEP, BEFORE = "blocks.2.ffn.down_proj", 120, 110
@@ -132,9 +136,66 @@ def test_a_channel_pair_that_grows_in_bf16_too_is_a_possible_cause() -> None:
     assert (first.basis, first.origin) == ("moved", "both")
     assert first.onset.step is not None
     assert STEP < first.onset.step <= STEP + 60
-    score = next(item for item in health.scores if item.signal.name == "spread_growth")
+    score = next(item for item in health.scores if item.rule.name == "spread_growth")
     assert (score.hits, score.control_hits) == (3, 6)
-    assert score.calibrated > score.signal.limit  # what BF16 does by itself is no alarm
+    assert score.calibrated > score.rule.limit  # what BF16 does by itself is no alarm
+
+
+@pytest.mark.parametrize("matched", [False, True])
+def test_attention_logits_that_outgrow_those_of_bf16_are_first(matched: bool) -> None:
+    fault = SignalFault("blocks.1.attn", "attention_logits_max", STEP, 1.02)
+    arm = arm_in_memory(TensorShape(signal_faults=(fault,)), matched=matched)
+    health = arm_health("tensorwise", arm, (20, 300), dict.fromkeys(range(3), 200))
+    (first,) = health.candidates
+    assert (first.tensor, first.basis, first.origin) == (
+        Signal("blocks.1.attn", "attention_logits_max"), "signal", "fp8",
+    )  # fmt: skip
+    assert {"attention_logits_max_level", "attention_logits_max_drift"} <= names(first)
+    assert "blocks.1.attn.* held in BF16" in first.follow_up
+    # 1.02 per step is 25 % after 11 steps, and the null envelope is wider than that by a factor of 1.1 at most
+    assert first.onset.step is not None
+    assert STEP < first.onset.step <= STEP + 20
+    assert first.onset.lead == 200 - first.onset.step
+    score = next(item for item in health.scores if item.rule.name == "attention_logits_max_growth")
+    # twofold growth takes ln 2 / ln 1.02 = 35 steps; probes are 10 apart, and the noise is 2 % of the value
+    assert (score.hits, score.control_hits, score.n_control) == (3, 0, 3)
+    assert score.onset.step in (STEP + 40, STEP + 50)
+    level = next(item for item in health.signals if item.statistic.name == "attention_logits_max")
+    assert int(np.nanargmax(level.distance)) == 1
+
+
+def test_attention_logits_that_grow_in_both_arms_are_no_candidate() -> None:
+    fault = SignalFault("blocks.1.attn", "attention_logits_max", STEP, 1.02, in_control=True)
+    health = arm_health("tensorwise", arm_in_memory(TensorShape(signal_faults=(fault,))), (20, 300), {})
+    assert health.candidates == ()
+    assert not any(score.hits for score in health.scores)
+
+
+def test_a_faulty_cast_comes_before_the_signal_that_it_moves() -> None:
+    shape = TensorShape(
+        faults=(Fault(LAYER, "input", STEP, growing_pair),),
+        signal_faults=(SignalFault("blocks.2", "block_output_rms", STEP - 60, 1.02),),
+    )
+    found = arm_health("tensorwise", arm_in_memory(shape), (20, 300), {}).candidates
+    assert [item.basis for item in found] == ["tested", "tested", "signal"]
+    assert found[0].tensor.fqn == LAYER
+    assert str(found[2].tensor) == "blocks.2, rms of the block output"
+    assert found[2].layers == "blocks.2.*"
+
+
+def test_null_pairs_of_seeds_without_a_run_of_the_arm_count() -> None:
+    shape = TensorShape(steps=tuple(range(10, 301, 10)))
+    without, having = (arm_in_memory(shape, seeds=2, matched=True, idle=idle) for idle in (0, 6))
+    assert (without.n_nulls, having.n_nulls) == (2, 8)
+    assert having.seed_numbers == (0, 1)
+    for name, paths in having.nulls.items():
+        np.testing.assert_array_equal(paths[:2], without.nulls[name])  # the first are what they were
+        np.testing.assert_array_equal(having.gaps[name], without.gaps[name])  # and pair with nothing
+    few, many = (arm_health("tensorwise", arm, (20, 300), {}) for arm in (without, having))
+    assert [score.n_control for score in few.scores] == [4] * len(RULES) + [2] * len(ts.SIGNALS)
+    assert [score.n_control for score in many.scores] == [16] * len(RULES) + [8] * len(ts.SIGNALS)
+    assert {score.false_alarms for score in many.scores} == {1 / 17, 1 / 9}
+    assert "pooled with 8 matched null pairs" in many.basis
 
 
 @pytest.mark.parametrize("matched", [False, True])
@@ -151,6 +212,7 @@ def test_a_clean_study_has_no_candidate(arm: str, matched: bool) -> None:
     assert health.candidates == ()
     assert not health.descriptive
     assert not any(score.hits for score in health.scores)
+    assert sum(score.rule in GROWTH_RULES.values() for score in health.scores) == len(ts.SIGNALS)
     assert ("matched null pairs" in health.basis) == matched
 
 

@@ -18,19 +18,23 @@ from fp8parity_analysis.tensor_health import ArmHealth, TensorHealth
 from fp8parity_analysis.tensor_onset import Onset
 from fp8parity_analysis.tensor_panel import Tensor
 from fp8parity_analysis.tensor_pictures import ArmPictures
+from fp8parity_analysis.tensor_signals import Signal
 
 from .conftest import WriteRecipe
 
 LAYER = "blocks.1.ffn.down_proj"
 
 
-def health_of(recipe: str, *layers: str, basis: str = "absolute") -> TensorHealth:
+def health_of(recipe: str, *layers: str | Signal, basis: str = "absolute") -> TensorHealth:
     onset = Onset(10, 5, 2)
     reason = Reason("underflow", "large underflow", basis, False, 5, 1.0, 2, 2, onset, None)  # type: ignore[arg-type]
     empty = np.zeros((0, 0))
     pictures = ArmPictures((), np.zeros(0, np.int64), empty, empty, ())
-    found = candidates_of((Tensor(layer, "output", "input"), reason) for layer in layers)
-    arm = ArmHealth(recipe, recipe, (), 4, 2, 0, True, "", found, (), (), (), {}, pictures)
+    found = candidates_of(
+        (Tensor(layer, "output", "input") if isinstance(layer, str) else layer, reason) for layer in layers
+    )
+    cast = (Tensor("blocks.1.attn.q_proj", "output", "input"),)
+    arm = ArmHealth(recipe, recipe, cast, 4, 2, 0, True, "", found, (), (), (), {}, pictures)
     return TensorHealth((arm,))
 
 
@@ -106,3 +110,12 @@ def test_the_option_is_on_report(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["report", "--help"])
     assert "--emit-followup" in capsys.readouterr().out
+
+
+def test_a_signal_names_the_linears_below_its_module() -> None:
+    attention = Signal("blocks.1.attn", "attention_logits_max")
+    assert layers_of(health_of("x", attention, basis="signal").arms[0]) == ("blocks.1.attn.*",)
+    # a head in BF16 has no cast to hold, and a block without casts none either
+    nowhere = (Signal("head", "head_logits_max"), Signal("blocks.0", "block_output_rms"))
+    assert layers_of(health_of("x", *nowhere, basis="signal").arms[0]) == ()
+    assert layers_of(health_of("x", *nowhere, attention, basis="signal").arms[0]) == ("blocks.1.attn.*",)
