@@ -112,16 +112,15 @@ class Panel:
         )
 
 
-def _tensors_of(casts: pd.DataFrame) -> tuple[IntArray, list[Tensor]]:
-    """Return each row's index into the distinct tensors, and these; on whole numbers, which is what makes it fast."""
-    parts = [pd.factorize(casts[name], use_na_sentinel=False) for name in ("fqn", "gemm", "operand")]
-    key = np.zeros(len(casts), dtype=np.int64)
+def distinct(table: pd.DataFrame, columns: Sequence[str]) -> tuple[IntArray, list[tuple[str, ...]]]:
+    """Return each row's index into the distinct texts of some columns, and these; on whole numbers, which is fast."""
+    parts = [pd.factorize(table[name], use_na_sentinel=False) for name in columns]
+    key = np.zeros(len(table), dtype=np.int64)
     for codes, names in parts:
         key = key * len(names) + codes
     _, first, rows = np.unique(key, return_index=True, return_inverse=True)
     named = [[str(name) for name in np.asarray(names, dtype=object)[codes[first]]] for codes, names in parts]
-    tensors = [Tensor(*name) for name in zip(*named, strict=True)]
-    return np.asarray(rows, dtype=np.int64).reshape(-1), tensors
+    return np.asarray(rows, dtype=np.int64).reshape(-1), list(zip(*named, strict=True))
 
 
 def _texts(column: pd.Series) -> npt.NDArray[np.object_]:
@@ -136,7 +135,8 @@ def panel_of(tables: TensorTables) -> Panel:
     if casts.empty:
         blank = np.zeros((0, 0))
         return Panel((), np.zeros(0, np.int64), dict.fromkeys(COLUMNS, blank), blank.astype(object), ())
-    codes, tensors = _tensors_of(casts)
+    codes, names = distinct(casts, ("fqn", "gemm", "operand"))
+    tensors = [Tensor(*name) for name in names]
     order = sorted(range(len(tensors)), key=lambda index: tensor_key(tensors[index]))
     place = np.empty(len(order), dtype=np.int64)
     place[order] = np.arange(len(order))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from fp8parity_analysis.tensor_panel import Statistic, Tensor, natural_key
+from fp8parity_analysis.tensor_panel import Statistic, Tensor, distinct, natural_key
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -90,14 +90,14 @@ def signals_of(table: pd.DataFrame) -> SignalPanel | None:
     if not len(table):
         return None
     order = list(SIGNAL_STATISTICS)
-    names = list(zip(table["fqn"].astype(str), table["signal"].astype(str), strict=True))
-    places = sorted(
-        {Signal(*name) for name in names}, key=lambda at: (order.index(at.name), natural_key(at.fqn))
+    rows, names = distinct(table, ("fqn", "signal"))
+    places = [Signal(*name) for name in names]
+    ranked = sorted(
+        range(len(places)), key=lambda at: (order.index(places[at].name), natural_key(places[at].fqn))
     )
-    row = {place: index for index, place in enumerate(places)}
+    place = np.empty(len(ranked), dtype=np.int64)
+    place[ranked] = np.arange(len(ranked))
     steps, at = np.unique(table["step"].to_numpy(dtype=np.int64), return_inverse=True)
     values = np.full((len(places), len(steps)), np.nan)
-    values[[row[Signal(*name)] for name in names], at] = table["value"].to_numpy(
-        dtype=np.float64, na_value=np.nan
-    )
-    return SignalPanel(tuple(places), steps, values)
+    values[place[rows], at] = table["value"].to_numpy(dtype=np.float64, na_value=np.nan)
+    return SignalPanel(tuple(places[index] for index in ranked), steps, values)

@@ -100,8 +100,24 @@ def _read(
     if not whole.num_rows:
         return pd.DataFrame({name: pd.Series(dtype=_dtype(name)) for name in columns})
     table: pd.DataFrame = whole.to_pandas()
-    table = table.drop_duplicates(subset=key, keep="last")
+    if not _keys_repeat_once_a_step(parts, table, key):
+        table = table.drop_duplicates(subset=key, keep="last")
     return table.sort_values("step", kind="stable", ignore_index=True)
+
+
+def _keys_repeat_once_a_step(parts: Sequence[pa.Table], table: pd.DataFrame, key: list[str]) -> bool:
+    """Return whether every part is one step of its own with the same rows, none twice: what a probe writes.
+
+    It takes a tenth of the time of looking for rows that stand twice.
+    """
+    size, names = parts[0].num_rows, [name for name in key if name != "step"]
+    if len(table) != size * len(parts) or not size:
+        return False  # a filter left some out, or the parts differ
+    steps = table["step"].to_numpy().reshape(len(parts), size)
+    if (steps != steps[:, :1]).any() or len(np.unique(steps[:, 0])) < len(parts):
+        return False
+    same = all(part[name].equals(parts[0][name]) for part in parts[1:] for name in names)
+    return same and not table[:size].duplicated(subset=key).any()
 
 
 def _first_line(error: Exception) -> str:
@@ -114,17 +130,17 @@ def _dtype(name: str) -> str:
 
 def _part(path: Path, columns: Sequence[str]) -> pa.Table:
     """Return the wanted columns of one part; `ValueError` says what is wrong with it."""
-    with pq.ParquetFile(path, pre_buffer=False) as file:  # local files: buffering only costs
-        stored = file.schema_arrow
-        stated = (stored.metadata or {}).get(ts.METADATA_KEY)
-        if stated != str(ts.TENSOR_SCHEMA_VERSION).encode():
-            seen = "no version" if stated is None else f"version {stated.decode(errors='replace')}"
-            raise ValueError(f"states {seen} of the columns, this program reads {ts.TENSOR_SCHEMA_VERSION}")
-        present = set(stored.names)
-        missing = [name for name in columns if name not in present]
-        if missing:
-            raise ValueError(f"lacks the columns {missing}")
+    # hundreds of small local files: what pyarrow does to find a path's file system, and buffering, only cost
+    with pa.OSFile(str(path)) as source, pq.ParquetFile(source, pre_buffer=False) as file:
         table = file.read(columns=list(columns), use_threads=False)
+    stated = (table.schema.metadata or {}).get(ts.METADATA_KEY)
+    if stated != str(ts.TENSOR_SCHEMA_VERSION).encode():
+        seen = "no version" if stated is None else f"version {stated.decode(errors='replace')}"
+        raise ValueError(f"states {seen} of the columns, this program reads {ts.TENSOR_SCHEMA_VERSION}")
+    present = set(table.column_names)
+    missing = [name for name in columns if name not in present]
+    if missing:
+        raise ValueError(f"lacks the columns {missing}")
     return _typed(table, columns)
 
 
