@@ -17,7 +17,7 @@ import numpy.typing as npt
 from fp8parity_analysis.tensor_absolute import format_family
 from fp8parity_analysis.tensor_onset import Onset, lasting, onset_of, resolution_at
 from fp8parity_analysis.tensor_panel import ONE_SCALE
-from fp8parity_analysis.tensor_reduce import nanmedian
+from fp8parity_analysis.tensor_reduce import nanmedian, quietly
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -32,6 +32,7 @@ _RANGE_LN: Mapping[str, float] = {
     "e5m2": float(np.log(57344.0 * 2.0**14)),
 }
 """ln of largest over smallest normal value: an element that is this much smaller than amax becomes subnormal."""
+_USUAL_TIMES = 3.0
 _RISE_ONLY_ABOVE = 0.01
 """An underflow share below this has not risen to anything, whatever its logit says."""
 
@@ -57,8 +58,12 @@ class PanelRule(EarlyRule):
 def own_past(paths: FloatArray, steps: IntArray, warmup: int) -> FloatArray:
     """Return the median of each row's first probes after warm-up, `paths` [L, K] to [L, 1]."""
     late = np.flatnonzero(steps > warmup)
-    count = max(_MIN_BASELINE, round(_BASELINE_FRAC * len(late)))
-    return nanmedian(paths[:, late[:count]], -1)[:, None]
+    return nanmedian(paths[:, late[: baseline_count(len(late))]], -1)[:, None]
+
+
+def baseline_count(n_late: int) -> int:
+    """Return how many of the probes after warm-up are a tensor's own past."""
+    return max(_MIN_BASELINE, round(_BASELINE_FRAC * n_late))
 
 
 def after_warmup(values: FloatArray, steps: IntArray, warmup: int) -> FloatArray:
@@ -118,10 +123,16 @@ def _saturation(panel: Panel, warmup: int, horizon: int) -> FloatArray:
 
 
 def _scale_changes(panel: Panel, warmup: int, horizon: int) -> FloatArray:
-    """Return how many times the scale changed by more than a factor of 2 between probes so far."""
+    """Return how often the scale changed by more than a factor of 2, and of three times what is usual, so far.
+
+    Usual is the tensor's largest change in its own past: gradients change by half from probe to probe in any run.
+    """
     scale = panel.paths["scale"]
+    late = np.flatnonzero(panel.steps > warmup)
+    change = np.abs(np.diff(scale, axis=1, prepend=scale[:, :1]))
+    usual = quietly(np.nanmax, change[:, late[: baseline_count(len(late))]], axis=1, initial=0.0)
     with np.errstate(invalid="ignore"):
-        moved = np.abs(np.diff(scale, axis=1, prepend=scale[:, :1])) > np.log(2.0) + 1e-9
+        moved = change > np.fmax(np.log(2.0) + 1e-9, _USUAL_TIMES * usual)[:, None]
     return np.cumsum(moved & (panel.steps > warmup)[None, :], axis=1).astype(np.float64)
 
 
@@ -140,7 +151,14 @@ RULES: tuple[PanelRule, ...] = (
     PanelRule(
         "range_crossing", "amax/rms heading out of the format's range", 1.0, "", False, _range_crossing
     ),
-    PanelRule("scale_changes", "scale changes beyond a factor of 2", 3.0, "", False, _scale_changes),
+    PanelRule(
+        "scale_changes",
+        "scale changes beyond a factor of 2 and what is usual",
+        3.0,
+        "",
+        False,
+        _scale_changes,
+    ),
 )
 
 

@@ -6,6 +6,8 @@ import math
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from fp8parity.tensor_alerts import AlertWatch, lines
 from fp8parity_analysis.tensor_schema import ALERT_KEYS, TRAINED, WHAT_IF
@@ -68,6 +70,38 @@ def test_scale_jumps_in_both_directions() -> None:
     other.look([row(1, scale_min=8.0)])
     (alert,) = other.look([row(2, scale_min=32.0)])
     assert (alert.value, alert.limit) == (4.0, 2.0)
+
+
+def test_a_scale_is_measured_by_what_it_usually_does() -> None:
+    watch = AlertWatch()
+    # eight changes by a factor of 4, then one of almost 64 = 4^3, which is the limit, and one beyond the next
+    scales = [2.0 ** (2 * (step % 2)) for step in range(9)]
+    for step, scale in enumerate(scales, start=1):
+        assert watch.look([row(step, operand="grad_output", scale_min=scale)]) == []
+    assert watch.look([row(10, operand="grad_output", scale_min=63.9)]) == []
+    (alert,) = watch.look([row(11, operand="grad_output", scale_min=63.9 * 2.0**20)])
+    assert (alert.rule, alert.value, alert.step) == ("scale_jump", 2.0**20, 11)
+    assert alert.limit == pytest.approx(63.9**3)  # its largest change so far, in ln three times as far
+    steady = AlertWatch()
+    for step in range(1, 12):
+        assert steady.look([row(step, scale_min=8.0)]) == []
+    assert steady.look([row(12, scale_min=16.0)]) == []
+    (alert,) = steady.look([row(13, scale_min=16.0 * 8.1)])  # 2^3 after a change by 2
+    assert alert.limit == pytest.approx(8.0)
+    early = AlertWatch()
+    for step, scale in enumerate((1.0, 2.0**20, 1.0), start=1):  # no past to measure by
+        assert early.look([row(step, operand="grad_output", scale_min=scale)]) == []
+
+
+@given(st.lists(st.tuples(st.floats(-1.5, 1.5), st.floats(0.0, 1.0)), min_size=1, max_size=30), st.booleans())
+def test_what_stays_within_half_of_each_limit_raises_none(
+    path: list[tuple[float, float]], grad: bool
+) -> None:
+    # a value within 1.5 dB of 30 is within 3 dB of any median of such values; so is a ratio of scales in [8, 16]
+    watch = AlertWatch()
+    for step, (noise, octave) in enumerate(path, start=1):
+        values = {"sqnr_db": 30.0 + noise, "scale_min": 8.0 * 2.0**octave}
+        assert watch.look([row(step, operand="grad_output" if grad else "input", **values)]) == []
 
 
 def test_what_if_casts_raise_none() -> None:
