@@ -47,14 +47,21 @@ def format_of(recipe: str, operand: str) -> str:
     return E5M2 if recipe == "tensorwise" and operand == "grad_output" else E4M3
 
 
-def cast_row(x: np.ndarray, format: str, grain: str, scale: np.ndarray | None = None) -> dict[str, float]:
-    """The statistics of one cast of `x` [R, C], by enumeration; `scale` replaces the one of the present tensor."""
+def cast_row(
+    x: np.ndarray, format: str, grain: str, scale: np.ndarray | None = None, batches: int = 1
+) -> dict[str, float]:
+    """The statistics of one cast of `x` [R, C], by enumeration; `scale` replaces the one of the present tensor.
+
+    `batches` micro-batches of R / `batches` rows each have a cast of their own, merged as the probe merges them.
+    """
     top = MAXIMUM[format]
     finite = np.isfinite(x)
     size = np.where(finite, np.abs(x), 0.0)
-    amax = size.max(axis=1, keepdims=True) if grain == "row" else size.max(keepdims=True)
+    groups = size if grain == "row" else size.reshape(batches, -1)
+    amax = groups.max(axis=1, keepdims=True)
     own = top / np.maximum(amax, 1e-12)
     used = own if scale is None else np.broadcast_to(scale, own.shape)
+    used = np.repeat(used, len(x) // len(used), axis=0)
     scaled = size * used
     codes = np.minimum(scaled, top).astype(DTYPES[format]).astype(np.float64)
     back = np.sign(np.where(finite, x, 0.0)) * codes / used
@@ -101,7 +108,7 @@ class Fault:
     """A fault of one operand: `change` turns (tensor [R, C], steps since it began) into the faulty tensor.
 
     It begins at `step`. `in_control` plants it in the BF16 runs too. `format` casts in another format, `frozen`
-    keeps the scale that was right when it began.
+    keeps the scale that was right when it began. `batches` micro-batches make up a step.
     """
 
     fqn: str
@@ -111,6 +118,7 @@ class Fault:
     in_control: bool = False
     format: str | None = None
     frozen: bool = False
+    batches: int = 1
 
 
 @dataclass(frozen=True)
@@ -235,7 +243,9 @@ def with_fault(table: pd.DataFrame, fault: Fault, recipe: str, seed: int, run: o
             axis = 1 if row["granularity"] == "row" else None
             own = MAXIMUM[format] / np.abs(x).max(axis=axis, keepdims=True)
             scale = frozen.setdefault(str(row["gemm"]), own)
-        rows.append({**row, **cast_row(x, format, row["granularity"], scale), "format": format})
+        rows.append(
+            {**row, **cast_row(x, format, row["granularity"], scale, fault.batches), "format": format}
+        )
     return pd.concat([table[~hit], pd.DataFrame(rows)], ignore_index=True)
 
 
@@ -328,7 +338,7 @@ def noisy_health(recipes: Sequence[str]) -> TensorHealth:
 
 def _as_cast_right(fault: Fault) -> Fault:
     """The tensor of a fault under a cast that is as declared."""
-    return Fault(fault.fqn, fault.operand, fault.step, fault.change, fault.in_control)
+    return Fault(fault.fqn, fault.operand, fault.step, fault.change, fault.in_control, batches=fault.batches)
 
 
 def write_tensor_study(

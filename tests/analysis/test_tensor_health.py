@@ -86,6 +86,10 @@ def names(candidate: Candidate) -> set[str]:
 
 PLANTED = {
     "outlier": (Fault(LAYER, "input", STEP, outlier), "tensorwise", "underflow", "fp8", 120),
+    # row 3 is in the first of four micro-batches of 8 rows
+    "outlier in micro-batch 1 of 4": (
+        Fault(LAYER, "input", STEP, outlier, batches=4), "tensorwise", "underflow", "fp8", 120,
+    ),
     "faint rows": (Fault(LAYER, "input", STEP, faint_rows), "tensorwise", "underflow", "fp8", 120),
     "frozen scale": (Fault(LAYER, "input", STEP, frozen=True), "tensorwise", "frozen_scale", "cast", 130),
     "frozen row scales": (Fault(LAYER, "input", STEP, frozen=True), "rowwise", "frozen_scale", "cast", 130),
@@ -114,6 +118,8 @@ def test_a_planted_fault_is_first_at_its_step(name: str, matched: bool) -> None:
     }
     if name == "zero row":
         assert not any("underflow" in reason for item in found for reason in names(item))
+    if "micro-batch" in name:
+        assert "(25.0 % of the elements)" in first.leading.text  # the other three keep theirs
 
 
 @pytest.mark.parametrize("matched", [False, True])
