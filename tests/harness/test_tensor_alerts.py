@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fp8parity.tensor_alerts import AlertWatch, lines
@@ -93,6 +93,7 @@ def test_a_scale_is_measured_by_what_it_usually_does() -> None:
         assert early.look([row(step, operand="grad_output", scale_min=scale)]) == []
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.floats(-1.5, 1.5), st.floats(0.0, 1.0)), min_size=1, max_size=30), st.booleans())
 def test_what_stays_within_half_of_each_limit_raises_none(
     path: list[tuple[float, float]], grad: bool
