@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import lightning as L
@@ -14,10 +15,11 @@ from fp8parity.data import BatchPlan
 from fp8parity.errors import ExecutionMismatchError
 from fp8parity.heldout import bf16_twin, held_out_loss
 from fp8parity.module import LMModule, MicroBatch
+from fp8parity.own_model import leaving_no_trace
 from fp8parity.progress import Heartbeat
 from fp8parity.proof import ExecutionProof, prove
 from fp8parity.recorder import FLUSH_EVERY, CurveRecorder
-from fp8parity.spec import RunSpec
+from fp8parity.spec import ModelSpec, RunSpec
 from fp8parity.standby import Gate
 from fp8parity_analysis import schema
 
@@ -72,13 +74,15 @@ class ProofBeforeTraining(L.Callback):
         assert isinstance(pl_module, LMModule)
         assert pl_module.built is not None
         rows = torch.from_numpy(self.plan.rows(trainer.global_step)).to(pl_module.device)
-        self.proof = prove(
-            pl_module.decoder,
-            self.spec,
-            pl_module.built.plan,
-            rows.chunk(self.spec.train.accumulate),
-            trainer.precision_plugin.forward_context,
-        )
+        own = not isinstance(self.spec.model, ModelSpec)
+        with leaving_no_trace(pl_module.decoder) if own else nullcontext():
+            self.proof = prove(
+                pl_module.decoder,
+                self.spec,
+                pl_module.built.plan,
+                rows.chunk(self.spec.train.accumulate),
+                trainer.precision_plugin.forward_context,
+            )
         if self.proof.differences:
             shown = "; ".join(self.proof.differences[:5])
             more = f" (and {len(self.proof.differences) - 5} more)" if len(self.proof.differences) > 5 else ""

@@ -24,7 +24,7 @@ from fp8parity_analysis.json_files import read_json
 KEPT_KEYS = ("step", "bytes", "file_sha256", *ParentState.model_fields)
 """Keys of the document beside a kept checkpoint: what the fork's hash takes, and what the file must be."""
 
-_FREE_MODEL = ("preset", "init_std")
+_FREE_MODEL = ("preset", "init_std", "inventory")
 """Model settings that say nothing about the shape: a name, and how weights were drawn that are not drawn here."""
 
 _SHARED_TRAIN = ("batch_size", "context", "compute")
@@ -292,6 +292,11 @@ def _no_checkpoint(run_dir: Path, parent: RunSpec, step: int) -> str:
 
 def _setting_problems(spec: RunSpec, parent: RunSpec) -> Iterator[Problem]:
     """Yield every setting in which a fork must be what its parent is and is not."""
+    if type(spec.model) is not type(parent.model):
+        ours, theirs = (kind_of(model, DECODER) for model in (spec.model, parent.model))
+        text = f"model.kind: {ours}, but the parent's model is of kind {theirs}; a fork goes on with its parent's model"
+        yield ("model", "kind"), text
+        return
     for section, keys in (
         ("model", [key for key in type(spec.model).model_fields if key not in _FREE_MODEL]),
         ("train", list(_SHARED_TRAIN)),

@@ -13,17 +13,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fp8parity.model import DecoderLM, sharing_twin
+from fp8parity.own_model import plain_twin
 from fp8parity.precision.bf16 import use_fp32_accumulation
+from fp8parity.probe_signals import blocks_of
 from fp8parity.spec import RunSpec
 
 
-def bf16_twin(model: DecoderLM, spec: RunSpec) -> DecoderLM:
+def bf16_twin(model: nn.Module, spec: RunSpec) -> nn.Module:
     """Return the BF16 twin, with the control's GEMM arithmetic and compiled as the model is."""
-    twin = sharing_twin(model)
+    twin: nn.Module = sharing_twin(model) if isinstance(model, DecoderLM) else plain_twin(model)
     if spec.train.bf16_gemm == "fp32_accumulate":
         use_fp32_accumulation(twin)
     if spec.train.compile == "blocks":
-        for block in twin.blocks:
+        for block in blocks_of(twin).values():
             block.compile()
     return twin
 

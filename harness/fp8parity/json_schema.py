@@ -4,13 +4,30 @@ from __future__ import annotations
 
 from typing import Any
 
-from fp8parity.recipe_file import SECTIONS, RecipeFile
+from fp8parity.own_spec import written_by_users
+from fp8parity.recipe_file import SECTIONS, RecipeFile, records_of
+from fp8parity.spec import Frozen
+
+
+def _add_kind(section: dict[str, Any], kind: str, record: type[Frozen]) -> None:
+    """Add what a kind of model or data has beside the first one's keys, all in one flat list for editors."""
+    if not kind:
+        return
+    schema = record.model_json_schema()
+    section.setdefault("description", schema.get("description", ""))
+    kinds = section["properties"].setdefault("kind", {"enum": [], "description": "What is described."})
+    kinds["enum"].append(kind)
+    for key in written_by_users(record):
+        if key != "kind":
+            section["properties"].setdefault(key, schema["properties"][key])
 
 
 def _section(name: str) -> dict[str, Any]:
     """Return a section's schema with nothing required, since axes may give any key."""
     section = SECTIONS[name].model_json_schema()
     section.pop("required", None)
+    for kind, record in records_of(name).items():
+        _add_kind(section, kind, record)
     if name == "precision":
         section["properties"]["keep"] = {
             "type": "integer",

@@ -6,7 +6,8 @@ import hashlib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from fp8parity.spec import ModelSpec, RunSpec
+from fp8parity.own_spec import written_by_users
+from fp8parity.spec import AnyModelSpec, ModelSpec, RunSpec
 
 
 def varying(specs: Iterable[RunSpec], *, precision: bool) -> list[tuple[str, str]]:
@@ -50,11 +51,20 @@ def arm_label(spec: RunSpec, varying: Sequence[tuple[str, str]]) -> str:
 def group_label(spec: RunSpec, varying: Sequence[tuple[str, str]]) -> str:
     """Name a cell without its precision: the model, and any other key that varies."""
     values = spec.canonical()
-    model_keys = set(ModelSpec.model_fields)
+    users = set(written_by_users(type(spec.data)))
     extra = [
-        (s, k) for s, k in varying if not (s == "model" and k in model_keys and spec.model.preset != "custom")
+        (s, k)
+        for s, k in varying
+        if not (s == "model" and _follows(spec.model, k)) and (s != "data" or k in users)
     ]
     return "-".join([spec.model.label, *(f"{k}={_short(values.get(s, {}).get(k))}" for s, k in extra)])
+
+
+def _follows(model: AnyModelSpec, key: str) -> bool:
+    """Whether a key of the model need not be named: a preset sets it, or it was found out from the others."""
+    if isinstance(model, ModelSpec):
+        return model.preset != "custom" and key in ModelSpec.model_fields
+    return key not in written_by_users(type(model))
 
 
 def _short(value: Any) -> str:

@@ -60,20 +60,26 @@ def _check_patterns(name: str, patterns: Sequence[str], fqns: Sequence[str]) -> 
 _UNIT_OF: dict[str, Callable[[LinearShape], int]] = {
     "gemm": lambda shape: shape.group,
     "linear": lambda shape: shape.order,
-    # the head is no block; it takes the place after the last one when it is counted
-    "block": lambda shape: -1 if shape.block is None else shape.block,
+    # the head is no block; it takes the place after the last one when it is counted, as each linear outside blocks does
+    "block": lambda shape: -1 - shape.order if shape.block is None else shape.block,
 }
+
+
+def _counts(shape: LinearShape, precision: PrecisionSpec) -> bool:
+    return shape.runs and (precision.convert_head or not shape.is_head)
 
 
 def _edge_reasons(shapes: Sequence[LinearShape], precision: PrecisionSpec) -> dict[str, str]:
     """Return why each linear near an end stays in BF16, by FQN."""
     unit_of = _UNIT_OF[precision.unit]
-    units = list(dict.fromkeys(unit_of(s) for s in shapes if precision.convert_head or not s.is_head))
+    units = list(dict.fromkeys(unit_of(s) for s in shapes if _counts(s, precision)))
     first = set(units[: precision.keep_first])
     last = set(units[max(0, len(units) - precision.keep_last) :])
     reasons: dict[str, str] = {}
     for shape in shapes:
-        if shape.is_head and not precision.convert_head:
+        if not shape.runs:
+            reasons[shape.fqn] = "its own forward is never called"
+        elif shape.is_head and not precision.convert_head:
             reasons[shape.fqn] = "output head"
         elif unit_of(shape) in first:
             reasons[shape.fqn] = f"among the first {precision.keep_first} ({precision.unit})"
@@ -109,14 +115,14 @@ def resolve(shapes: Sequence[LinearShape], precision: PrecisionSpec) -> LayerPla
     )
     if not precision.is_bf16 and not any(d.fp8 for d in decisions):
         raise UsageError(_nothing_left(ordered, precision))
-    flops = [s.k * s.n for s in ordered]
+    flops = [s.k * s.n if s.runs else 0 for s in ordered]
     share = sum(f for f, d in zip(flops, decisions, strict=True) if d.fp8) / sum(flops)
     return LayerPlan(decisions, share)
 
 
 def _nothing_left(shapes: Sequence[LinearShape], precision: PrecisionSpec) -> str:
     unit_of = _UNIT_OF[precision.unit]
-    n_units = len({unit_of(s) for s in shapes if precision.convert_head or not s.is_head})
+    n_units = len({unit_of(s) for s in shapes if _counts(s, precision)})
     return (
         f"precision.keep_first {precision.keep_first}, keep_last {precision.keep_last} (unit: {precision.unit}), "
         f"include and exclude leave none of {n_units} {precision.unit}s in FP8: the arm would be BF16; "

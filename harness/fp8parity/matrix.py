@@ -14,10 +14,11 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from fp8parity import layer_policy
+from fp8parity import layer_policy, model_preflight
 from fp8parity.errors import UsageError
 from fp8parity.fork import Parents
 from fp8parity.labels import arm_label, group_label, varying, varying_within_recipes
+from fp8parity.own_spec import own_part
 from fp8parity.precision_rules import Problem, rule_problems
 from fp8parity.probe_spec import ProbePlan
 from fp8parity.probe_spec import resolve as resolve_probe
@@ -28,11 +29,12 @@ from fp8parity.recipe_file import (
     RuntimeSpec,
     base_sections,
     parse,
+    run_error,
     run_spec,
     set_dotted,
 )
 from fp8parity.shapes import ShapeProblem, linear_shapes, shape_problems
-from fp8parity.spec import Frozen, ModelSpec, PrecisionSpec, RunSpec
+from fp8parity.spec import AnyModelSpec, DataSpec, Frozen, ModelSpec, PrecisionSpec, RunSpec
 from fp8parity.token_meta import BYTE_VOCAB, read_meta
 from fp8parity.yaml_marks import KeyPath, MarkedYaml, load
 from fp8parity_analysis.criteria import Criteria
@@ -52,8 +54,11 @@ class PlannedRun:
     probe: ProbePlan = field(default_factory=ProbePlan)
     parent_checkpoint: Path | None = None
 
-    def to_json(self, study: str, data_path: str, checkpoint_every: int) -> dict[str, Any]:
-        """Return the document that becomes `spec.json`; `data_path` is relative to the run directory."""
+    def to_json(self, study: str, data_path: str, checkpoint_every: int, recipe_dir: str) -> dict[str, Any]:
+        """Return the document that becomes `spec.json`; `data_path` and `recipe_dir` are relative to the run directory.
+
+        A model of the user's is built from files beside the recipe, so its run knows where that is.
+        """
         return {
             "schema_version": SCHEMA_VERSION,
             "run_id": self.run_id,
@@ -68,6 +73,11 @@ class PlannedRun:
             "checkpoint_every": checkpoint_every,
             "spec": self.spec.canonical(),
             "probe": self.probe.model_dump(mode="json"),
+            **(
+                {}
+                if isinstance(self.spec.model, ModelSpec)
+                else {"model": own_part(self.spec.model, recipe_dir)}
+            ),
         }
 
 
@@ -138,7 +148,8 @@ def _validated(cell: _Cell, seed: int, problems: Problems) -> RunSpec | None:
         return run_spec(cell.sections, seed, 0, "none")
     except ValidationError as error:
         for item in error.errors():
-            problems.add(_place(cell, item["loc"]), explain(item, RunSpec))
+            loc, message = run_error(item)
+            problems.add(_place(cell, loc), message)
         return None
 
 
@@ -172,13 +183,13 @@ def _control_of(recipe: RecipeFile, spec: RunSpec) -> RunSpec:
 
 
 @lru_cache(maxsize=64)
-def _shapes(model: ModelSpec, vocab_rows: int) -> tuple[Any, ...]:
+def _shapes(model: AnyModelSpec, vocab_rows: int) -> tuple[Any, ...]:
     return linear_shapes(model, vocab_rows)
 
 
 def preflight(spec: RunSpec, vocab_rows: int) -> list[tuple[tuple[str, str], str]]:
     """Return what would make this run fail or not be FP8, as ((section, key), message), before any training."""
-    rules = rule_problems(spec)
+    rules = [*rule_problems(spec), *model_preflight.model_problems(spec)]
     if rules:
         return rules
     shapes = _shapes(spec.model, vocab_rows)
@@ -196,7 +207,8 @@ def preflight(spec: RunSpec, vocab_rows: int) -> list[tuple[tuple[str, str], str
         if shape.fqn in fp8:
             for problem in shape_problems(shape, tokens, spec.precision.recipe, spec.precision.backend):
                 grouped.setdefault((problem.gemm, problem.dimension, problem.size), []).append(problem)
-    return [(("precision", "recipe"), _shape_message(same)) for same in grouped.values()]
+    found = [(("precision", "recipe"), _shape_message(same)) for same in grouped.values()]
+    return [*model_preflight.conversion_problems(spec, fp8), *found]
 
 
 def _shape_message(same: Sequence[ShapeProblem]) -> str:
@@ -208,7 +220,9 @@ def _shape_message(same: Sequence[ShapeProblem]) -> str:
 def vocab_rows(spec: RunSpec, recipe_dir: Path) -> int:
     """Return the embedding rows, from the data's side file if it exists; `UsageError` when vocabularies clash."""
     data_vocab = BYTE_VOCAB
-    if spec.data.source == "bin":
+    if not isinstance(spec.data, DataSpec):
+        data_vocab = spec.data.vocab_size
+    elif spec.data.source == "bin":
         data_vocab = read_meta(resolve_data_path(spec, recipe_dir)).vocab_size
     try:
         return spec.model.resolve_vocab(data_vocab)
@@ -218,6 +232,7 @@ def vocab_rows(spec: RunSpec, recipe_dir: Path) -> int:
 
 def resolve_data_path(spec: RunSpec, recipe_dir: Path) -> Path:
     """Return the token file of a `source: bin` spec; relative paths are relative to the recipe file."""
+    assert isinstance(spec.data, DataSpec)
     assert spec.data.path is not None
     return recipe_dir / spec.data.path
 
@@ -236,6 +251,12 @@ def _check_cells(
     for cell in cells:
         spec = _validated(cell, recipe.seeds[0], problems)
         if spec is None:
+            continue
+        try:
+            spec = model_preflight.resolve(spec, parents.recipe_dir)
+        except UsageError as error:
+            where, words = model_preflight.place_of(error)
+            problems.add(_place(cell, where or ("model",)), words)
             continue
         try:
             rows = vocab_rows(spec, parents.recipe_dir)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from fp8parity import layer_policy, precision
+from fp8parity import layer_policy, own_model, precision
 from fp8parity.data import BatchPlan, batch_digest
 from fp8parity.fork_state import StartState, load_moments, load_weights
 from fp8parity.layer_policy import LayerPlan
@@ -19,9 +20,10 @@ from fp8parity.model import DecoderLM, initialise, next_token_loss, parameters_d
 from fp8parity.precision.bf16 import use_fp32_accumulation
 from fp8parity.precision.record import ConversionRecord
 from fp8parity.precision_rules import jitter_of
+from fp8parity.probe_signals import blocks_of
 from fp8parity.schedule import run_lr_factor
 from fp8parity.shapes import linear_shapes
-from fp8parity.spec import RunSpec
+from fp8parity.spec import ModelSpec, RunSpec
 
 MicroBatch = tuple[Tensor, str]
 """Rows int64 [micro_batch, context + 1] and the digest of the whole step's batch."""
@@ -31,19 +33,37 @@ MicroBatch = tuple[Tensor, str]
 class BuiltModel:
     """A model ready to train: converted, and with the evidence of what it was before."""
 
-    model: DecoderLM
+    model: nn.Module
     init_digest: str
     record: ConversionRecord
     plan: LayerPlan
 
 
-def build_model(spec: RunSpec, vocab_rows: int, start: StartState | None = None) -> BuiltModel:
-    """Build, initialise (a fork: as its parent was), digest, convert and compile the model of a run, in that order."""
-    model = DecoderLM(spec.model, vocab_rows, activation_checkpointing=spec.train.activation_checkpointing)
-    if start is None:
-        initialise(model, spec.seed)
+def initialised(spec: RunSpec, vocab_rows: int, recipe_dir: Path, start: StartState | None) -> nn.Module:
+    """Build the model with the weights that its seed, its files, or a fork's parent (`start`) say.
+
+    `recipe_dir` is where the files of a model of the user's are.
+    """
+    model: nn.Module
+    if isinstance(spec.model, ModelSpec):
+        checkpointing = spec.train.activation_checkpointing
+        model = DecoderLM(spec.model, vocab_rows, activation_checkpointing=checkpointing)
+        if start is None:
+            initialise(model, spec.seed)
     else:
+        model = own_model.build(spec.model, spec.seed, recipe_dir)
+        if spec.train.activation_checkpointing:
+            own_model.enable_checkpointing(model)
+    if start is not None:
         load_weights(model, start)
+    return model
+
+
+def build_model(
+    spec: RunSpec, vocab_rows: int, start: StartState | None = None, recipe_dir: Path = Path()
+) -> BuiltModel:
+    """Build, initialise (a fork: as its parent was), digest, convert and compile the model of a run, in that order."""
+    model = initialised(spec, vocab_rows, recipe_dir, start)
     init_digest = parameters_digest(model)
     plan = layer_policy.resolve(linear_shapes(spec.model, vocab_rows), spec.precision)
     record = precision.apply(model, plan, spec.precision, jitter=jitter_of(spec))
@@ -54,7 +74,7 @@ def build_model(spec: RunSpec, vocab_rows: int, start: StartState | None = None)
     return BuiltModel(model, init_digest, record, plan)
 
 
-def compile_blocks(model: DecoderLM) -> None:
+def compile_blocks(model: nn.Module) -> None:
     """Compile each decoder block, in the same way in both arms.
 
     All blocks share one code object, so each kind (FP8 or BF16, training or evaluation) is one more compilation of
@@ -63,7 +83,7 @@ def compile_blocks(model: DecoderLM) -> None:
     torch._dynamo.config.recompile_limit = 64
     torch._dynamo.config.fail_on_recompile_limit_hit = True
     precision.patch_code_generation()
-    for block in model.blocks:
+    for block in blocks_of(model).values():
         block.compile()
 
 
@@ -82,9 +102,11 @@ class LMModule(L.LightningModule):
         *,
         owner: str = "",
         start: StartState | None = None,
+        recipe_dir: Path = Path(),
     ) -> None:
         super().__init__()
         self.spec = spec
+        self.recipe_dir = recipe_dir
         self.vocab_rows = vocab_rows
         self.when_built = when_built
         self.owner = owner or spec.hash()
@@ -94,7 +116,7 @@ class LMModule(L.LightningModule):
         self.last_grad_norm = torch.zeros(())
 
     @property
-    def decoder(self) -> DecoderLM:
+    def decoder(self) -> nn.Module:
         """The model, once `configure_model` has run."""
         assert self.built is not None
         return self.built.model
@@ -102,7 +124,7 @@ class LMModule(L.LightningModule):
     def configure_model(self) -> None:
         """Build and convert the model; Lightning calls this before it moves anything to the device."""
         if self.built is None:
-            self.built = build_model(self.spec, self.vocab_rows, self.start)
+            self.built = build_model(self.spec, self.vocab_rows, self.start, self.recipe_dir)
             self.model = self.built.model
             self.when_built()
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import lightning as L
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fp8parity.data import BatchPlan
 from fp8parity.model import DecoderLM, next_token_loss
@@ -21,16 +21,20 @@ from fp8parity.module import LMModule, MicroBatch
 from fp8parity.probe import GemmProbe, ProbeResult
 from fp8parity.probe_spec import ProbePlan
 from fp8parity.recorder import CurveRecorder
+from fp8parity.spec import ModelSpec
 from fp8parity.tensor_alerts import AlertWatch, lines
 
 
 @contextmanager
-def recomputing(decoder: DecoderLM) -> Iterator[None]:
+def recomputing(decoder: nn.Module) -> Iterator[None]:
     """Let the blocks be recomputed in the backward pass, which changes memory and no number.
 
     The compiler keeps fewer activations than the uncompiled pass of a probe, which would otherwise need more memory
-    than the training that it looks at.
+    than the training that it looks at. A model of the user's is left as it is.
     """
+    if not isinstance(decoder, DecoderLM):
+        yield
+        return
     before = decoder.activation_checkpointing
     decoder.activation_checkpointing = True
     try:
@@ -69,11 +73,13 @@ class ProbeRecorder(L.Callback):
         """Look at the model once it is converted and where it stays."""
         assert isinstance(pl_module, LMModule)
         self._done = trainer.global_step
+        model = self.recorder.spec.model
         if not self.notes:
             self._probe = GemmProbe(
                 pl_module.decoder,
                 what_if=self.plan.what_if,
                 weight_cast_source=self.plan.weight_cast_source,
+                head=None if isinstance(model, ModelSpec) else model.found.head,
             )
 
     def on_train_batch_end(

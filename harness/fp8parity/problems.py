@@ -68,6 +68,9 @@ def explain(error: Mapping[str, Any], model: type[BaseModel]) -> str:
         return f"unknown key; {nearest(str(path[-1]), _fields_at(model, path[:-1]))}"
     if kind == "missing":
         return "is missing; add it"
+    if kind == "union_tag_invalid":
+        known = re.findall(r"'([^']*)'", error["ctx"]["expected_tags"])
+        return f"got {error['ctx']['tag']!r}; {nearest(error['ctx']['tag'], known)}"
     message = str(error["msg"]).removeprefix("Value error, ")
     message = message[0].lower() + message[1:]
     shown = repr(error.get("input"))

@@ -8,9 +8,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, ValidationError, field_validator, model_validator
 
+from fp8parity.own_spec import OWN_DATA, OWN_MODELS, kind_of, untagged, written_by_users
 from fp8parity.probe_spec import ProbeSpec
 from fp8parity.problems import Problems, explain, nearest
 from fp8parity.spec import (
+    DECODER,
+    TOKENS,
     DataSpec,
     ForkSpec,
     Frozen,
@@ -24,6 +27,12 @@ from fp8parity.spec import (
     TrainSpec,
 )
 from fp8parity.yaml_marks import KeyPath, MarkedYaml
+
+KINDS: dict[str, tuple[str, dict[str, type[Frozen]]]] = {
+    "model": (DECODER, {DECODER: ModelSpec, **OWN_MODELS}),
+    "data": (TOKENS, {TOKENS: DataSpec, **OWN_DATA}),
+}
+"""Of the sections that come in kinds: the kind meant without `kind`, and each kind's record."""
 
 SECTIONS: dict[str, type[Frozen]] = {
     "model": ModelSpec,
@@ -247,9 +256,10 @@ def _dotted_entries(values: Mapping[str, Any]) -> Iterator[tuple[KeyPath, Mappin
 
 def _check_base(base: Any, problems: Problems) -> None:
     """Check the base by itself when no matrix can be expanded, so that one pass still finds its errors."""
-    for section, model in SECTIONS.items():
+    for section in SECTIONS:
         values = base.get(section) if isinstance(base, Mapping) else None
-        if not isinstance(values, Mapping):
+        model = record_of(section, values)
+        if not isinstance(values, Mapping) or model is None:
             continue
         try:
             model.model_validate({key: value for key, value in values.items() if key != "keep"})
@@ -259,10 +269,39 @@ def _check_base(base: Any, problems: Problems) -> None:
                     problems.add(("base", section, *item["loc"]), explain(item, model))
 
 
+def record_of(section: str, values: Any) -> type[Frozen] | None:
+    """Return the record of a section's values, by their kind; None for a kind that does not exist."""
+    if section not in KINDS:
+        return SECTIONS[section]
+    default, records = KINDS[section]
+    return records.get(kind_of(values, default))
+
+
+def records_of(section: str) -> dict[str, type[Frozen]]:
+    """Return the records of a section by kind; one without kinds has the kind ''."""
+    return KINDS[section][1] if section in KINDS else {"": SECTIONS[section]}
+
+
+def run_error(item: Mapping[str, Any]) -> tuple[KeyPath, str]:
+    """Return the place in a run, and the explanation, of one pydantic error of a `RunSpec`."""
+    loc = tuple(item["loc"])
+    place = untagged(loc)
+    if item["type"] == "union_tag_invalid":
+        return (*place, "kind"), explain(item, RunSpec)
+    if place == loc:
+        return place, explain(item, RunSpec)
+    return place, explain({**item, "loc": place[1:]}, KINDS[str(loc[0])][1][str(loc[1])])
+
+
 def dotted_keys() -> list[str]:
     """Return every key that an axis may name."""
-    keys = [f"{name}.{field}" for name, section in SECTIONS.items() for field in section.model_fields]
-    return [*keys, "precision.keep"]
+    keys = [
+        f"{name}.{field}"
+        for name in SECTIONS
+        for record in records_of(name).values()
+        for field in written_by_users(record)
+    ]
+    return [*dict.fromkeys(keys), "precision.keep"]
 
 
 def _check_dotted(entry: Mapping[Any, Any], path: KeyPath, problems: Problems) -> None:

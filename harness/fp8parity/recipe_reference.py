@@ -10,14 +10,25 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from fp8parity.own_spec import written_by_users
 from fp8parity.probe_spec import ProbeSpec
-from fp8parity.recipe_file import SECTIONS, CriteriaSpec, NullArm, RecipeFile, RuntimeSpec
+from fp8parity.recipe_file import KINDS, SECTIONS, CriteriaSpec, NullArm, RecipeFile, RuntimeSpec, records_of
 
 BEGIN, END = "<!-- generated: keys -->", "<!-- end of generated keys -->"
 
+
+def _kind(section: str, kind: str) -> str:
+    """Return what a title says of a kind; the one that is meant without `kind` has the section's own."""
+    return "" if not kind or kind == KINDS[section][0] else f", kind: {kind}"
+
+
 _TITLES: dict[str, type[BaseModel]] = {
     "Top level": RecipeFile,
-    **{f"base.{name}": section for name, section in SECTIONS.items()},
+    **{
+        f"base.{name}{_kind(name, kind)}": record
+        for name in SECTIONS
+        for kind, record in records_of(name).items()
+    },
     "null[]": NullArm,
     "criteria": CriteriaSpec,
     "probe": ProbeSpec,
@@ -38,14 +49,15 @@ def _default(field: FieldInfo) -> str:
     if field.is_required():
         return "required"
     value: Any = field.get_default(call_default_factory=False)
-    if value is PydanticUndefined or value is None or value in ((), ""):
+    if value is PydanticUndefined or value is None or value in ((), "", {}):
         return "–"
     return f"`{str(value).lower() if isinstance(value, bool) else value}`"
 
 
 def _table(model: type[BaseModel]) -> list[str]:
     rows = ["| key | default | meaning |", "| --- | --- | --- |"]
-    for name, field in model.model_fields.items():
+    for name in written_by_users(model):
+        field = model.model_fields[name]
         choices = _values(field)
         meaning = (field.description or "").replace("|", "\\|") + (f" One of {choices}." if choices else "")
         rows.append(f"| `{name}` | {_default(field)} | {meaning} |")

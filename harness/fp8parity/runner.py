@@ -38,6 +38,7 @@ from fp8parity.fork import require_same_data
 from fp8parity.fork_state import StartState, load_start
 from fp8parity.kept import CheckpointKeeper
 from fp8parity.module import LMModule, TokenDataModule
+from fp8parity.own_spec import origin_of, untagged, with_own_part
 from fp8parity.phases import Phase, PhaseLog, phase_after
 from fp8parity.probe_recorder import ProbeRecorder
 from fp8parity.probe_spec import ProbePlan
@@ -45,7 +46,7 @@ from fp8parity.process import end_with_parent, sole_trainer
 from fp8parity.progress import Heartbeat
 from fp8parity.recorder import CurveRecorder
 from fp8parity.shapes import parameter_count
-from fp8parity.spec import Frozen, RunSpec
+from fp8parity.spec import Frozen, ModelSpec, RunSpec
 from fp8parity.standby import Gate
 from fp8parity.token_meta import TokenMeta
 from fp8parity.version_gates import version_problems
@@ -63,7 +64,10 @@ Part = TypeVar("Part", bound=Frozen)
 
 @dataclass(frozen=True)
 class RunOrder:
-    """A run directory's order: what to train, from which state, on which tokens, how often to save and to probe."""
+    """A run directory's order: what to train, from which state, on which tokens, how often to save and to probe.
+
+    `recipe_dir` is where the files of a model of the user's are.
+    """
 
     run_dir: Path
     run_id: str
@@ -73,6 +77,7 @@ class RunOrder:
     probe: ProbePlan
     keep_checkpoints: tuple[int, ...] = ()
     parent_checkpoint: Path | None = None
+    recipe_dir: Path = Path()
 
     @property
     def study_dir(self) -> Path | None:
@@ -87,7 +92,8 @@ def read_order(run_dir: Path) -> RunOrder:
     missing = [key for key in schema.SPEC_KEYS if key not in document]
     if missing:
         raise UsageError(f"{run_dir / schema.SPEC_FILE}: lacks the keys {missing}")
-    spec = _validated(run_dir, RunSpec, "spec", document["spec"])
+    own = document.get("model")
+    spec = _validated(run_dir, RunSpec, "spec", with_own_part(document["spec"], own))
     if not str(document["run_id"]).endswith(spec.hash()[:8]):
         raise UsageError(
             f"{run_dir / schema.SPEC_FILE}: run_id {document['run_id']} does not belong to this specification "
@@ -105,6 +111,7 @@ def read_order(run_dir: Path) -> RunOrder:
         probe,
         tuple(map(int, document.get("keep_checkpoints", ()))),
         None if parent is None else run_dir / parent,
+        (run_dir / own["recipe_dir"]).resolve() if own else Path(),
     )
 
 
@@ -114,7 +121,7 @@ def _validated(run_dir: Path, model: type[Part], key: str, values: Any) -> Part:
         return model.model_validate(values)
     except ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(map(str, (key, *first["loc"])))
+        where = ".".join(map(str, (key, *untagged(first["loc"]))))
         raise UsageError(f"{run_dir / schema.SPEC_FILE}: {where}: {first['msg']}") from error
 
 
@@ -232,6 +239,7 @@ def _session(order: RunOrder, heartbeat: Heartbeat, gate: Gate) -> _Session:
             lambda: gate.wait("build", heartbeat),
             owner=spec.hash(),
             start=start,
+            recipe_dir=order.recipe_dir,
         ),
         TokenDataModule(plan, spec.train.accumulate),
         meta,
@@ -361,6 +369,7 @@ def _manifest(session: _Session, attempt: _Attempt) -> dict[str, Any]:
             "label": spec.model.label,
             "parameters": parameter_count(spec.model, session.module.vocab_rows),
             "vocab_rows": session.module.vocab_rows,
+            **({} if isinstance(spec.model, ModelSpec) else origin_of(spec.model)),
         },
         "notes": session.probe.notes if session.probe else [],
         **({"alerts": session.probe.alerts} if session.probe else {}),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from fp8parity.spec import FP8_DIM_MULTIPLE, ModelSpec
+from fp8parity.spec import FP8_DIM_MULTIPLE, AnyModelSpec, ModelSpec
 
 
 @dataclass(frozen=True)
@@ -13,7 +13,8 @@ class LinearShape:
     """One linear layer, weight [n, k].
 
     `order` counts execution in the forward pass; linears with equal `group` read the same input and count as
-    one GEMM, as training stacks fuse them; `block` is the decoder block, None for the head.
+    one GEMM, as training stacks fuse them; `block` is the decoder block, None for the head and for a linear
+    `outside` the blocks of a model of the user's. One that never `runs` is listed and never FP8.
     """
 
     fqn: str
@@ -22,11 +23,13 @@ class LinearShape:
     order: int
     group: int
     block: int | None
+    outside: bool = False
+    runs: bool = True
 
     @property
     def is_head(self) -> bool:
         """Whether this is the output head."""
-        return self.block is None
+        return self.block is None and not self.outside
 
 
 def _block_groups(model: ModelSpec, block: int) -> list[list[tuple[str, int, int]]]:
@@ -56,11 +59,17 @@ def _block_groups(model: ModelSpec, block: int) -> list[list[tuple[str, int, int
 
 
 @lru_cache(maxsize=64)
-def linear_shapes(model: ModelSpec, vocab_size: int) -> tuple[LinearShape, ...]:
+def linear_shapes(model: AnyModelSpec, vocab_size: int) -> tuple[LinearShape, ...]:
     """Return every linear of the model in execution order, the head last.
 
-    A tied head is listed too: it is an `nn.Linear` that shares the embedding's weight.
+    A tied head is listed too: it is an `nn.Linear` that shares the embedding's weight. Those of a model of the user's
+    were found by building it (`model_preflight.resolve`).
     """
+    if not isinstance(model, ModelSpec):
+        return tuple(
+            LinearShape(f.fqn, f.k, f.n, f.order, f.group, f.block, f.block is None and not f.head, f.runs)
+            for f in model.found.linears
+        )
     grouped: list[tuple[int | None, list[tuple[str, int, int]]]] = []
     for block in range(model.n_layers):
         grouped += [(block, group) for group in _block_groups(model, block)]
@@ -74,8 +83,10 @@ def linear_shapes(model: ModelSpec, vocab_size: int) -> tuple[LinearShape, ...]:
 
 
 @lru_cache(maxsize=64)
-def parameter_count(model: ModelSpec, vocab_size: int) -> int:
+def parameter_count(model: AnyModelSpec, vocab_size: int) -> int:
     """Return the number of parameters: linears, embedding and norms."""
+    if not isinstance(model, ModelSpec):
+        return model.found.parameters
     linears = sum(s.k * s.n for s in linear_shapes(model, vocab_size) if not (s.is_head and model.tied_head))
     return linears + vocab_size * model.dim + (2 * model.n_layers + 1) * model.dim
 

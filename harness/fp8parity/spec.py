@@ -10,8 +10,10 @@ import hashlib
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import BeforeValidator, Discriminator, Field, Tag, field_validator, model_validator
 
+from fp8parity.frozen import Frozen as Frozen
+from fp8parity.own_spec import HfDataSpec, HfModelSpec, ImportDataSpec, ImportModelSpec, kind_of
 from fp8parity.presets import PRESETS, preset_fields
 
 SPEC_VERSION = 1
@@ -46,10 +48,15 @@ Backend = Literal["torchao_float8", "torchao_blockwise", "reference"]
 ReplicaKind = Literal["none", "rerun", "reorder", "jitter"]
 
 
-class Frozen(BaseModel):
-    """A record that cannot be changed and refuses unknown keys."""
+DECODER, TOKENS = "decoder", "tokens"
+"""The kinds of model and data that a section without `kind` means."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+
+def _without_kind(values: Any, default: str) -> Any:
+    # the default may be written out, and is no part of the record, so that no stored run is renamed by it
+    if isinstance(values, dict) and values.get("kind") == default:
+        return {key: value for key, value in values.items() if key != "kind"}
+    return values
 
 
 class ModelSpec(Frozen):
@@ -78,6 +85,7 @@ class ModelSpec(Frozen):
     @model_validator(mode="before")
     @classmethod
     def _fill_preset(cls, values: Any) -> Any:
+        values = _without_kind(values, DECODER)
         if isinstance(values, dict) and values.get("preset", "custom") != "custom":
             return {**preset_fields(str(values["preset"])), **values}
         return values
@@ -125,6 +133,11 @@ class DataSpec(Frozen):
         0.05,
         description="python-sources: share of the files held out; a .bin brings its own split.",
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _default_kind(cls, values: Any) -> Any:
+        return _without_kind(values, TOKENS)
 
     @model_validator(mode="after")
     def _path_when_needed(self) -> DataSpec:
@@ -256,6 +269,24 @@ class PrecisionSpec(Frozen):
         return self.recipe == "bf16"
 
 
+OwnModelSpec = ImportModelSpec | HfModelSpec
+OwnDataSpec = ImportDataSpec | HfDataSpec
+AnyModelSpec = ModelSpec | OwnModelSpec
+
+_Model = Annotated[
+    Annotated[ModelSpec, Tag(DECODER)]
+    | Annotated[ImportModelSpec, Tag("import")]
+    | Annotated[HfModelSpec, Tag("hf")],
+    Discriminator(lambda values: kind_of(values, DECODER)),
+]
+_Data = Annotated[
+    Annotated[DataSpec, Tag(TOKENS)]
+    | Annotated[ImportDataSpec, Tag("import")]
+    | Annotated[HfDataSpec, Tag("hf")],
+    Discriminator(lambda values: kind_of(values, TOKENS)),
+]
+
+
 class ForkSpec(Frozen):
     """Start from a BF16 checkpoint of another run instead of from drawn weights (docs/fork.md)."""
 
@@ -296,8 +327,8 @@ _ABSENT_WHEN_UNSET = (("fork_from",), ("parent",), ("precision", "switch_at"))
 class RunSpec(Frozen):
     """One training run, complete: what `run_id` hashes."""
 
-    model: ModelSpec
-    data: DataSpec
+    model: _Model
+    data: _Data
     optim: OptimSpec
     train: TrainSpec
     precision: PrecisionSpec
@@ -318,8 +349,8 @@ class RunSpec(Frozen):
         return self
 
     def canonical(self) -> dict[str, Any]:
-        """Return the spec as plain JSON values with every default written out."""
-        document = self.model_dump(mode="json")
+        """Return the spec as plain JSON values with every default written out, without what follows from the rest."""
+        document = self.model_dump(mode="json", exclude={"model": {"inventory"}})
         for *sections, key in _ABSENT_WHEN_UNSET:
             place = document
             for section in sections:

@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from fp8parity import environment
+from fp8parity import environment, own_data
 from fp8parity.devices import visible_gpus
 from fp8parity.errors import UsageError
 from fp8parity.fork import require_same_data, warmup_left
@@ -81,6 +81,8 @@ def _python_sources_file(spec: DataSpec) -> str:
 def _token_file(out: Path, run: PlannedRun, recipe_dir: Path) -> Path:
     """Return the run's token file, packing the interpreter's sources once per study."""
     data = run.spec.data
+    if not isinstance(data, DataSpec):
+        return own_data.token_file(data, recipe_dir, out / schema.DATA_DIR)
     if data.source == "bin":
         return resolve_data_path(run.spec, recipe_dir)
     path = out / schema.DATA_DIR / _python_sources_file(data)
@@ -216,7 +218,8 @@ def _lay_out_run(run: PlannedRun, out: Path, matrix: Matrix, token_file: Path) -
     run_dir.mkdir(parents=True, exist_ok=True)
     data_path = os.path.relpath(token_file.resolve(), run_dir.resolve())
     every = matrix.runtime.checkpoint_every or max(1, run.spec.train.steps // 10)
-    document = run.to_json(matrix.name, data_path, every)
+    recipe_dir = os.path.relpath(matrix.recipe_path.parent.resolve(), run_dir.resolve())
+    document = run.to_json(matrix.name, data_path, every, recipe_dir)
     if run.role == schema.Role.CONTROL and matrix.runtime.keep_checkpoints:
         document["keep_checkpoints"] = list(matrix.runtime.keep_checkpoints)
     if run.parent_checkpoint is not None:

@@ -14,20 +14,25 @@ from torch import Tensor, nn
 
 
 class _Fp32Accumulate(torch.autograd.Function):
-    """output = x w^T, grad_input = g w, grad_weight = g^T x, each summed in fp32 and rounded to x's dtype."""
+    """output = x w^T + b, grad_input = g w, grad_weight = g^T x, each summed in fp32 and rounded to x's dtype once.
+
+    The bias is added to the sum, as a GEMM's epilogue does; its gradient is the sum of g over the rows.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
-        return (x.float() @ weight.float().t()).to(x.dtype)
+        total = x.float() @ weight.float().t()
+        return (total if bias is None else total + bias.float()).to(x.dtype)
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         x, weight = ctx.saved_tensors
         grad = grad_outputs[0].float()
         grad_input = (grad @ weight.float()).to(x.dtype)
         grad_weight = (grad.flatten(0, -2).t() @ x.float().flatten(0, -2)).to(weight.dtype)
-        return grad_input, grad_weight
+        grad_bias = grad.flatten(0, -2).sum(0).to(weight.dtype) if ctx.needs_input_grad[2] else None
+        return grad_input, grad_weight, grad_bias
 
 
 class Fp32AccumulateLinear(nn.Linear):
@@ -39,7 +44,8 @@ class Fp32AccumulateLinear(nn.Linear):
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else input.dtype
         # Autocast must not touch the fp32 matrix products inside.
         with torch.autocast(kind, enabled=False):
-            output: Tensor = _Fp32Accumulate.apply(input.to(dtype), self.weight.to(dtype))  # type: ignore[no-untyped-call]
+            bias = None if self.bias is None else self.bias.to(dtype)
+            output: Tensor = _Fp32Accumulate.apply(input.to(dtype), self.weight.to(dtype), bias)  # type: ignore[no-untyped-call]
             return output if self.bias is None else output + self.bias.to(dtype)
 
 
