@@ -15,8 +15,9 @@ from typing import Any
 from pydantic import ValidationError
 
 from fp8parity.errors import UsageError
+from fp8parity.own_spec import kind_of
 from fp8parity.precision_rules import Problem
-from fp8parity.spec import ParentState, RunSpec
+from fp8parity.spec import DECODER, ParentState, RunSpec
 from fp8parity_analysis import schema
 from fp8parity_analysis.errors import BadInputError
 from fp8parity_analysis.json_files import read_json

@@ -12,6 +12,7 @@ from fp8parity.fork import fork_words
 from fp8parity.matrix import Matrix, PlannedRun, vocab_rows
 from fp8parity.memory import FORMULA, PROCESS_BYTES, estimate
 from fp8parity.shapes import linear_shapes, parameter_count
+from fp8parity.spec import ModelSpec
 from fp8parity.standby import Depth
 from fp8parity.study import criteria_of
 from fp8parity_analysis.power_table import power_table
@@ -158,6 +159,17 @@ def _standby_words(depth: Depth | None, held: int) -> list[str]:
     return [words + "device for each slot, as far as it fits (runtime.standby)."]
 
 
+def _model_words(matrix: Matrix) -> list[str]:
+    """Say what is worth knowing of models of the user's, once each."""
+    models = {run.spec.model.label: run.spec.model for run in matrix.runs}
+    return [
+        f"{label}: {note}."
+        for label, model in models.items()
+        if not isinstance(model, ModelSpec)
+        for note in model.found.notes
+    ]
+
+
 def plan_document(matrix: Matrix) -> dict[str, Any]:
     """Return the plan as JSON values; `words` says the same in sentences.
 
@@ -202,7 +214,10 @@ def plan_document(matrix: Matrix) -> dict[str, Any]:
         else ["Nothing is compared: this study trains parents of forks."]
     )
     forks = fork_words([run.spec for run in matrix.runs])
-    return {**document, "words": [*_cost_words(document, rate), *forks, *_tail_words(arms), *found]}
+    return {
+        **document,
+        "words": [*_cost_words(document, rate), *_model_words(matrix), *forks, *_tail_words(arms), *found],
+    }
 
 
 def _tail_words(arms: list[dict[str, Any]]) -> list[str]:

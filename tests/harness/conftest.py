@@ -12,7 +12,10 @@ from typing import Any
 import pytest
 import yaml
 
+from .own_fixtures import own_request, own_root, preflight_here
 from .stand_in import scripted
+
+__all__ = ["own_request", "own_root", "preflight_here"]
 
 os.environ.setdefault("TORCHAO_FORCE_SKIP_LOADING_SO_FILES", "1")
 

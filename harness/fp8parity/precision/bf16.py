@@ -14,25 +14,20 @@ from torch import Tensor, nn
 
 
 class _Fp32Accumulate(torch.autograd.Function):
-    """output = x w^T + b, grad_input = g w, grad_weight = g^T x, each summed in fp32 and rounded to x's dtype once.
-
-    The bias is added to the sum, as a GEMM's epilogue does; its gradient is the sum of g over the rows.
-    """
+    """output = x w^T, grad_input = g w, grad_weight = g^T x, each summed in fp32 and rounded to x's dtype."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight)
-        total = x.float() @ weight.float().t()
-        return (total if bias is None else total + bias.float()).to(x.dtype)
+        return (x.float() @ weight.float().t()).to(x.dtype)
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, Tensor]:
         x, weight = ctx.saved_tensors
         grad = grad_outputs[0].float()
         grad_input = (grad @ weight.float()).to(x.dtype)
         grad_weight = (grad.flatten(0, -2).t() @ x.float().flatten(0, -2)).to(weight.dtype)
-        grad_bias = grad.flatten(0, -2).sum(0).to(weight.dtype) if ctx.needs_input_grad[2] else None
-        return grad_input, grad_weight, grad_bias
+        return grad_input, grad_weight
 
 
 class Fp32AccumulateLinear(nn.Linear):
@@ -44,8 +39,7 @@ class Fp32AccumulateLinear(nn.Linear):
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else input.dtype
         # Autocast must not touch the fp32 matrix products inside.
         with torch.autocast(kind, enabled=False):
-            bias = None if self.bias is None else self.bias.to(dtype)
-            output: Tensor = _Fp32Accumulate.apply(input.to(dtype), self.weight.to(dtype), bias)  # type: ignore[no-untyped-call]
+            output: Tensor = _Fp32Accumulate.apply(input.to(dtype), self.weight.to(dtype))  # type: ignore[no-untyped-call]
             return output if self.bias is None else output + self.bias.to(dtype)
 
 

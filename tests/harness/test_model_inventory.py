@@ -1,0 +1,123 @@
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from fp8parity import model_inventory
+from fp8parity.errors import UsageError
+from fp8parity.model_inventory import inspect
+from fp8parity.own_model import adapt
+from fp8parity.own_spec import Inventory, LinearFacts
+
+from . import own_models as m
+
+CONTEXT = 8
+
+
+def facts(model: nn.Module) -> Inventory:
+    return inspect(adapt(model), CONTEXT)
+
+
+def linear(found: Inventory, fqn: str) -> LinearFacts:
+    return next(one for one in found.linears if one.fqn == fqn)
+
+
+def test_linears_in_order_of_execution_with_groups_blocks_and_head() -> None:
+    found = facts(m.Model(depth=2))
+    names = [f"layers.{i}.{leaf}" for i in (0, 1) for leaf in ("a", "b", "down")]
+    assert [one.fqn for one in found.linears] == ["enter", *names, "head"]
+    assert [one.order for one in found.linears] == list(range(8))
+    # a and b read the same tensor
+    assert [one.group for one in found.linears] == [0, 1, 1, 2, 3, 3, 4, 5]
+    assert [one.block for one in found.linears] == [None, 0, 0, 0, 1, 1, 1, None]
+    assert [one.head for one in found.linears] == [False] * 7 + [True]
+    assert (linear(found, "layers.0.a").k, linear(found, "layers.0.a").n) == (32, 64)
+    assert linear(found, "enter").bias
+    assert not linear(found, "head").bias
+    assert (found.vocab_size, found.blocks, found.head) == (m.VOCAB, ("layers.0", "layers.1"), "head")
+    assert found.parameters == sum(p.numel() for p in m.Model(depth=2).parameters())
+
+
+def test_a_model_without_memory_has_the_same_inventory() -> None:
+    with FakeTensorMode():
+        fake = facts(m.Model())
+    assert fake == facts(m.Model())
+
+
+def test_tied_embedding_and_logits_in_an_object_are_handled() -> None:
+    assert facts(m.tied()).head == "head"
+    assert facts(m.Wrapped()).vocab_size == m.VOCAB
+
+
+@pytest.mark.parametrize(
+    ("build", "reason"),
+    [
+        (m.NoLogits, "NoLogits returns dict without logits; return a tensor"),
+        (m.Flat, r"Flat returns \[16, 272\] for tokens \[2, 8\]"),
+        (m.TwoNames, r"layers\.0\.down and layers\.1\.down are one and the same nn\.Linear"),
+        (m.OneWeight, r"layers\.0\.down and layers\.1\.down share one weight"),
+        (m.Twice, r"Twice: layers\.0\.a runs 2 times in one forward pass"),
+        (m.Dropped, r"draws random numbers .*drop \(p=0\.1\)"),
+        (m.Counting, "changes the buffers seen"),
+        (m.NoLinear, r"NoLinear has no nn\.Linear"),
+        (m.half, "parameter embed.weight is bfloat16 on cpu; build the model in float32"),
+        (nn.Identity, "Identity has no parameter"),
+    ],
+)
+def test_a_model_that_breaks_a_rule_is_refused_by_name(build: Any, reason: str) -> None:
+    with pytest.raises(UsageError, match=reason):
+        facts(build())
+
+
+def test_fused_attention_without_dropout_draws_nothing_and_with_it_does() -> None:
+    q = torch.zeros(1, 2, 8, 16)
+    for p, expected in ((0.0, {}), (0.5, True)):
+        with model_inventory._Watch() as watch:
+            torch.nn.functional.scaled_dot_product_attention(q, q, q, dropout_p=p)
+        assert bool(watch.random) is bool(expected)
+
+
+def test_a_linear_that_is_never_called_is_listed_and_says_so() -> None:
+    found = facts(m.Idle())
+    assert not linear(found, "attention.out_proj").runs
+    assert found.linears[-1].fqn == "attention.out_proj"
+    assert found.head == "head"
+    assert any("attention.in_proj_weight" in note for note in found.notes)
+
+
+def test_a_linear_of_a_class_of_its_own_cannot_be_converted() -> None:
+    assert linear(facts(m.OwnLinear()), "layers.1.a").refusal.startswith("is a Own with its own forward")
+
+
+def test_logits_without_a_linear_have_no_head() -> None:
+    found = facts(m.Functional())
+    assert found.head is None
+    assert any("not made by an nn.Linear" in note for note in found.notes)
+
+
+def test_a_model_that_needs_real_tensors_gets_them_and_its_host_reads_are_told(
+    own_root: Any, own_request: Any
+) -> None:
+    document = model_inventory.respond(own_request("own_models:Reading"))
+    found = Inventory.model_validate(document["inventory"])
+    assert any("reads 1 values on the host" in note for note in found.notes)
+    assert any("shapes were found with real tensors" in note for note in found.notes)
+    assert found.model_copy(update={"notes": ()}) == facts(m.Model()).model_copy(update={"notes": ()})
+
+
+@pytest.mark.parametrize(
+    ("target", "error"),
+    [
+        ("own_models:failing", "RuntimeError: weights are on another machine"),
+        ("own_models:no_module", "target: own_models:no_module returns a str, not an nn.Module"),
+    ],
+)
+def test_what_fails_is_said(own_root: Any, own_request: Any, target: str, error: str) -> None:
+    document = model_inventory.respond(own_request(target))
+    assert error in document["error"]
+    assert json.loads(json.dumps(document)) == document
