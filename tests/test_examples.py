@@ -1,10 +1,11 @@
-"""The examples of a nightly: well formed, and what they call exists."""
+"""The examples: well formed, what they call exists, and what they describe can be planned."""
 
 from __future__ import annotations
 
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,9 @@ from typer.main import get_command
 from fp8parity import matrix
 from fp8parity.cli import app
 from fp8parity.errors import UsageError
+from fp8parity.own_data import pack_imported
+from fp8parity.own_spec import ImportDataSpec
+from fp8parity.shapes import linear_shapes
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
@@ -71,3 +75,34 @@ def test_the_example_of_a_fork_lacks_nothing_but_its_parents(tmp_path: Path) -> 
     for section in ("model", "data"):
         assert fork["base"][section] == parent["base"][section]
     assert fork["seeds"] == parent["seeds"]
+
+
+@pytest.mark.parametrize("name", ["own_model", "hf_gpt2", "hf_llama"])
+def test_models_of_ones_own_are_planned(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fp8parity import model_preflight
+
+    if name.startswith("hf"):
+        pytest.importorskip("transformers", reason="needs the extra hf")
+    # building in this process instead of a new one saves the seconds of importing torch
+    from fp8parity.model_inventory import respond
+
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    monkeypatch.setenv(model_preflight.CACHE, str(tmp_path))
+    monkeypatch.setattr(model_preflight, "_ask", respond)
+    plan = matrix.read(EXAMPLES / "own_model" / f"{name}.yaml")
+    assert {run.arm for run in plan.runs} == {"bf16", "bf16_null", "tensorwise", "rowwise", "blockwise"}
+    # twelve GEMMs, of which the first and last four stay in BF16
+    shapes = linear_shapes(plan.runs[0].spec.model, 0)
+    assert len({shape.group for shape in shapes if not shape.is_head}) == 12
+
+
+def test_the_data_of_ones_own_are_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    recipe = yaml.safe_load((EXAMPLES / "own_model" / "own_model.yaml").read_text(encoding="utf-8"))
+    spec = ImportDataSpec.model_validate(recipe["base"]["data"])
+    meta = pack_imported(spec, EXAMPLES / "own_model", tmp_path / "data.bin")
+    train = recipe["base"]["train"]
+    assert meta.train_tokens > train["steps"] * train["batch_size"] * train["context"]
+    assert (meta.n_tokens - meta.train_tokens) > train["eval_sequences"] * train["context"]

@@ -22,6 +22,9 @@ from fp8parity_analysis.store import read_study
 from fp8parity_analysis.tensor_health import ArmHealth, TensorHealth
 from fp8parity_analysis.tensor_panel import Tensor
 
+_PATHS = (("data", "path"), ("fork_from", "run"), ("model", "config"), ("model", "weights"))
+"""Settings that are relative to the recipe file."""
+
 MAX_LAYERS = 4
 """Layers held in BF16 at once: the first candidates of the arm."""
 
@@ -102,7 +105,7 @@ def followup_text(
             set_dotted(sections, f"{section}.{real}", spec[section].get(real))
     held = list(spec["precision"]["exclude"])
     sections["precision"].pop("exclude", None)
-    for place in (("data", "path"), ("fork_from", "run")):
+    for place in _PATHS:
         _move(sections, *place, study_dir, target)
     study = str(read_study(study_dir)["name"])
     raw = load(stored).values
@@ -124,7 +127,7 @@ def followup_text(
 
 
 def _move(sections: dict[str, dict[str, Any]], section: str, key: str, study_dir: Path, target: Path) -> None:
-    """Rewrite a path relative to the recipe file, of a token file or a parent, for the place of the new one."""
+    """Rewrite a path that is relative to the recipe file for the place of the new one."""
     path = sections.get(section, {}).get(key)
     if path is None or Path(path).is_absolute():
         return

@@ -279,7 +279,8 @@ def _check_cells(
 
 
 def _fork_problems(recipe: RecipeFile, spec: RunSpec, parents: Parents) -> Iterator[Problem]:
-    packed = read_meta(resolve_data_path(spec, parents.recipe_dir)) if spec.data.source == "bin" else None
+    given = isinstance(spec.data, DataSpec) and spec.data.source == "bin"
+    packed = read_meta(resolve_data_path(spec, parents.recipe_dir)) if given else None
     for seed in (*recipe.seeds, *_null_seeds(recipe)):
         yield from parents.problems(spec, seed, packed.sha256 if packed else None)
 

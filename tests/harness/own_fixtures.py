@@ -18,6 +18,7 @@ def own_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return a folder with `own_models.py`, as a recipe's; importing from it leaves nothing behind."""
     shutil.copy(Path(__file__).with_name("own_models.py"), tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "own_models", raising=False)
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     return tmp_path
 

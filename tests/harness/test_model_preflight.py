@@ -51,7 +51,7 @@ def test_a_matrix_of_the_users_model(read: Any, preflight_here: list[dict[str, A
     document = plan.plan_document(found)
     arm = next(a for a in document["arms"] if a["arm"] == "rowwise")
     # enter | a b | down | a b | down | a b | down: of seven GEMMs three are kept at each end
-    assert arm["fp8_linears"] == ["layers.1.down"]
+    assert arm["fp8_linears"] == ["layers.1.a", "layers.1.b"]
     assert arm["parameters"] == 272 * 32 * 2 + (32 * 32 + 32) + 3 * (2 * (32 * 64 + 64) + 64 * 32 + 32)
     assert any("attention logits are not probed" in line for line in document["words"])
 
