@@ -54,7 +54,9 @@ class PlannedRun:
     probe: ProbePlan = field(default_factory=ProbePlan)
     parent_checkpoint: Path | None = None
 
-    def to_json(self, study: str, data_path: str, checkpoint_every: int, recipe_dir: str) -> dict[str, Any]:
+    def to_json(
+        self, study: str, data_path: str, checkpoint_every: int, recipe_dir: str = "."
+    ) -> dict[str, Any]:
         """Return the document that becomes `spec.json`; `data_path` and `recipe_dir` are relative to the run directory.
 
         A model of the user's is built from files beside the recipe, so its run knows where that is.
