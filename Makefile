@@ -11,6 +11,9 @@ STAMP  := $(VENV)/.installed
 DEMO   ?= out/demo
 
 export TORCHAO_FORCE_SKIP_LOADING_SO_FILES ?= 1
+# Two test processes on two cores: more threads would only wait for each other, in loops that burn both cores.
+test: export OMP_NUM_THREADS ?= 1
+test: export OPENBLAS_NUM_THREADS ?= 1
 
 .PHONY: install demo test check format wheelhouse clean
 
@@ -26,7 +29,7 @@ demo: $(STAMP)
 	$(BIN)/fp8parity run recipes/demo_cpu.yaml --out $(DEMO) --any-verdict
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 check: $(STAMP)
 	$(BIN)/ruff check .

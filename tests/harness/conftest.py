@@ -18,6 +18,8 @@ from .stand_in import scripted
 __all__ = ["own_request", "own_root", "preflight_here"]
 
 os.environ.setdefault("TORCHAO_FORCE_SKIP_LOADING_SO_FILES", "1")
+# Read when torch is imported. Several threads for tensors this small cost several times the processor's time of one.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 TINY: dict[str, Any] = {
     "name": "tiny",
@@ -57,6 +59,18 @@ def _no_selftest_before_studies() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(study_run, "require_sound_arithmetic", lambda *args: None)
         yield
+
+
+def passed_selftest(recipe: Path, out: Path) -> None:
+    """Lay out a study and store that its selftest has passed, for launchers in processes of their own."""
+    from fp8parity import matrix, selftest_gate, study
+    from fp8parity_analysis.json_files import write_json
+
+    plan = matrix.read(recipe)
+    study.lay_out(plan, out)
+    specs = [run.spec for run in plan.runs]
+    key = selftest_gate.key_of(selftest_gate.subjects_of(specs), specs[0].train.device)
+    write_json(out / selftest_gate.SELFTEST_FILE, {"key": key, "right": True})
 
 
 @pytest.fixture(scope="session")

@@ -14,10 +14,11 @@ from typing import Any
 
 import pytest
 
-from fp8parity import faults, launch
+from fp8parity import faults, jobs, launch
 from fp8parity.devices import default_slots
 from fp8parity.errors import InterruptedRunError
 from fp8parity.jobs import Job
+from fp8parity.progress import stage_of
 from fp8parity_analysis import schema
 
 from .stand_in import DONE, attempts, faults_of, go, ledger
@@ -76,20 +77,26 @@ def test_each_fault_is_a_ledger_entry_with_cause_and_stage(
 
 
 def test_a_hung_worker_is_killed_and_tried_again(
-    tmp_path: Path, study_with: Callable[..., list[Path]]
+    tmp_path: Path, study_with: Callable[..., list[Path]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A worker that hangs ages a hundred times as fast; those that only start have all the time they need."""
+    silent = Job.silent_seconds
+    monkeypatch.setattr(
+        Job, "silent_seconds", lambda job: silent(job) * (100 if stage_of(job.run_dir) == "train" else 1)
+    )
+    monkeypatch.setattr(jobs, "STACKS_SECONDS", 0.01)
     dirs = study_with([{"hang": True}, DONE], [{"hang": True}], [DONE])
-    states = go(tmp_path, dirs, slots=3, hang_after_s=5.0)
+    states = go(tmp_path, dirs, slots=3, hang_after_s=30.0)
     assert [states[f"run{i}"].state for i in range(3)] == ["finished", "hung", "finished"]
     assert [attempts(d) for d in dirs] == [2, 3, 1]
     assert faults_of(tmp_path, "run0") == [("retry", "hung", "train")]
     assert [f[0] for f in faults_of(tmp_path, "run1")] == ["retry", "retry", "hung"]
-    assert "no sign of life for 5 s in stage train" in states["run1"].reason
+    assert "no sign of life for 30 s in stage train" in states["run1"].reason
     silences = [
         line["silent_s"] for line in ledger(tmp_path) if line["event"] == "hung" and "silent_s" in line
     ]
     assert len(silences) == 4
-    assert min(silences) >= 5.0
+    assert min(silences) >= 30.0
 
 
 def test_sigkill_is_put_down_to_memory_when_the_kernel_killed_somebody(

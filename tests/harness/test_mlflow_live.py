@@ -32,7 +32,7 @@ from fp8parity_analysis.mlflow_follow import followed
 from fp8parity_analysis.mlflow_mirror import default_uri, mirror, read_contents
 from fp8parity_analysis.store import read_runs
 
-from .conftest import TINY, merged
+from .conftest import TINY, merged, passed_selftest
 
 pytest.importorskip("mlflow")
 
@@ -271,6 +271,7 @@ def test_killed_then_slow(
     """Kill the server once the first points are there, in the middle of training in processes of their own."""
     port, folder, killed = ui.free_port(), tmp_path / "server", tmp_path / "killed"
     folder.mkdir()
+    passed_selftest(recipe, killed)
     with ExitStack() as stack:
         uri = serve(folder, stack, port)
         command = ["run", str(recipe), "--out", str(killed), "--slots", "1", "--any-verdict", "--mlflow", uri]

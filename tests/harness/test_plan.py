@@ -40,6 +40,7 @@ def test_order_controls_and_memory(write_recipe: WriteRecipe) -> None:
     words = " ".join(document["words"])
     assert "2 BF16 controls, 2 of them shared by several arms" in words
     assert "GiB (an estimate: parameters x 18 bytes" in words
+    assert "more steps are other runs" in words
     alone = plan_document(matrix.read(write_recipe({"axes": {"precision.recipe": ["rowwise"]}})))
     assert (alone["controls"], alone["shared_controls"], alone["hours"]) == (2, 0, None)
 

@@ -109,42 +109,60 @@ def test_accumulation_trains_on_the_same_rows(lay_out: LayOut) -> None:
     assert losses[0] == pytest.approx(losses[1], rel=64 * 2**-24)
 
 
-@pytest.mark.parametrize(("accumulate", "rows"), [(1, 40), (4, 10)])
-def test_killed_run_resumes_to_the_same_numbers(lay_out: LayOut, accumulate: int, rows: int) -> None:
-    changes = {"base": {"train": {"steps": 60, "accumulate": accumulate}}, "runtime": {"checkpoint_every": 7}}
-    whole, killed = lay_out(changes, "whole")["tensorwise-0"], lay_out(changes, "killed")["tensorwise-0"]
-    runner.train(whole)
-    process = subprocess.Popen(
-        [sys.executable, "-c", _KILL_SELF_AFTER_ROWS.format(rows=rows), "train", str(killed)],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    assert process.wait(timeout=300) == -signal.SIGKILL
+def test_killed_run_resumes_to_the_same_numbers(lay_out: LayOut) -> None:
+    """Without accumulation after three flushes, with it after the first; one import of torch serves both."""
+    pairs = []
+    for accumulate in (1, 4):
+        train = {"steps": 36, "accumulate": accumulate}
+        changes = {"base": {"train": train}, "runtime": {"checkpoint_every": 7}}
+        pairs.append(
+            [lay_out(changes, f"{name}{accumulate}")["tensorwise-0"] for name in ("whole", "killed")]
+        )
+    arguments = [
+        word for (_, killed), rows in zip(pairs, ("30", "10"), strict=True) for word in (str(killed), rows)
+    ]
+    subprocess.run([sys.executable, "-c", _KILLED_AFTER_ROWS, *arguments], check=True, timeout=300)
+    for whole, killed in pairs:
+        runner.train(whole)
+        assert_resumes(whole, killed, 36)
+
+
+def assert_resumes(whole: Path, killed: Path, steps: int) -> None:
     assert not (killed / schema.MANIFEST_FILE).exists()
     written = read_run(killed).curve
-    assert 0 < len(written) < 60
+    assert 0 < len(written) < steps
     assert checkpoints(killed / schema.CHECKPOINT_DIR)
     assert runner.train(killed) == 0
     assert_same_numbers(whole, killed)
-    assert list(read_run(killed).curve["step"]) == list(range(1, 61))
+    assert list(read_run(killed).curve["step"]) == list(range(1, steps + 1))
     manifest = read_run(killed).manifest
     assert manifest is not None
     assert manifest["resumes"] == 1
 
 
-_KILL_SELF_AFTER_ROWS = """
-import os, signal
-from fp8parity_analysis.store import RunWriter
-append, seen = RunWriter.append_curve, [0]
-def dying(self, rows):
-    rows = list(rows)
-    append(self, rows)
-    seen[0] += len(rows)
-    if seen[0] >= {rows}:
-        os.kill(os.getpid(), signal.SIGKILL)
-RunWriter.append_curve = dying
+_KILLED_AFTER_ROWS = """
+import os, signal, sys
+from fp8parity import runner
 from fp8parity.cli import main
-main()
+from fp8parity_analysis.store import RunWriter
+
+def train_until_killed(run_dir, limit):
+    append, seen = RunWriter.append_curve, [0]
+    def dying(self, rows):
+        rows = list(rows)
+        append(self, rows)
+        seen[0] += len(rows)
+        if seen[0] >= limit:
+            os.kill(os.getpid(), signal.SIGKILL)
+    RunWriter.append_curve = dying
+    main(["train", run_dir])
+
+for run_dir, limit in zip(sys.argv[1::2], map(int, sys.argv[2::2])):
+    child = os.fork()  # nothing was computed here yet
+    if child == 0:
+        train_until_killed(run_dir, limit)
+    status = os.waitpid(child, 0)[1]
+    assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL, status
 """
 
 
