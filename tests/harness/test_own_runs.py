@@ -105,6 +105,17 @@ def test_a_killed_run_resumes_to_the_same_numbers(lay_out: LayOut, monkeypatch: 
     pd.testing.assert_frame_equal(read_run(whole).evals, read_run(killed).evals, check_exact=True)
 
 
+def test_checkpointing_of_transformers_changes_no_number(lay_out: LayOut) -> None:
+    pytest.importorskip("transformers", reason="needs the extra hf")
+    settings = hf("llama")
+    plain = lay_out(settings, "plain")["rowwise-0"]
+    settings["base"]["train"] = {**TRAIN, "activation_checkpointing": True}
+    recomputed = lay_out(settings, "recomputed")["rowwise-0"]
+    for run_dir in (plain, recomputed):
+        runner.train(run_dir)
+    pd.testing.assert_frame_equal(numbers(plain), numbers(recomputed), check_exact=True)
+
+
 def test_a_source_that_changed_since_the_study_was_laid_out_never_trains(
     lay_out: LayOut, own_root: Path
 ) -> None:
