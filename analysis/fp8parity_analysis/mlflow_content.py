@@ -110,9 +110,11 @@ def params_of(spec: Mapping[str, Any], *, many_groups: bool) -> dict[str, str]:
     precision = run.get("precision", {})
     chosen = {"recipe": recipe, **own, "model": spec["group"], "precision": precision.get("recipe", "")}
     chosen |= {
-        key: precision[key] for key in ("keep_first", "keep_last", "unit", "backend") if key in precision
+        key: precision[key]
+        for key in ("keep_first", "keep_last", "unit", "backend", "switch_at")
+        if key in precision
     }
-    for part in ("model", "optim", "train"):
+    for part in ("model", "optim", "train", "fork_from", "parent"):
         chosen |= {f"{part}.{key}": value for key, value in run.get(part, {}).items()}
     return {key: str(value)[:_MAX_PARAM] for key, value in chosen.items()}
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from scipy.special import ndtri
 
 from fp8parity_analysis.estimate import runs_per_gap
+from fp8parity_analysis.forks import is_fork
 from fp8parity_analysis.planning import MAX_SEEDS, SeedAdvice
 from fp8parity_analysis.schema import Outcome
 from fp8parity_analysis.secondary import TRAJECTORY_ALPHA
@@ -249,6 +250,7 @@ def _not_claimed(finding: Finding) -> str:
     tokens = [run.tokens for seed in finding.pairs.seeds for run in finding.pairs.arm.control[seed]]
     known = [value for value in tokens if value is not None]
     horizon = f"step {int(finding.pairs.steps[-1])}" + (f" ({min(known):,} tokens)" if known else "")
+    horizon += " after the fork" if is_fork(finding.pairs.arm) else ""
     return (
         f"holds at {horizon}, this model, batch size, data and learning rate; "
         "a longer run or a larger model is another question"

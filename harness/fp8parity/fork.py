@@ -203,18 +203,20 @@ def data_problem(state: ParentState, data_sha256: str) -> str:
 
 def fork_words(specs: Sequence[RunSpec]) -> list[str]:
     """Return what a plan says of its forks: where they start, and what their seeds vary; empty without one."""
-    starts: dict[tuple[str, int], set[int]] = {}
+    steps: dict[str, set[int]] = {}
+    seeds: dict[str, set[int]] = {}
     for spec in specs:
         if spec.fork_from is not None and spec.parent is not None:
-            starts.setdefault((spec.parent.run_id, spec.fork_from.step), set()).add(spec.seed)
-    if not starts:
+            steps.setdefault(spec.parent.run_id, set()).add(spec.fork_from.step)
+            seeds.setdefault(spec.parent.run_id, set()).add(spec.seed)
+    if not steps:
         return []
-    told = [f"step {step} of {run_id} (seeds {_listed(seeds)})" for (run_id, step), seeds in starts.items()]
-    shown = "; ".join(told[:SHOWN_STARTS]) + (
-        f"; and {len(told) - SHOWN_STARTS} more" if len(told) > SHOWN_STARTS else ""
-    )
-    lines = [f"Forked from {shown}. Steps and tokens here count from the fork."]
-    if any(len(seeds) > 1 for seeds in starts.values()):
+    told = [f"{run_id} at step {_listed(steps[run_id])} (seed {_listed(seeds[run_id])})" for run_id in steps]
+    more = f"; and {len(told) - SHOWN_STARTS} more" if len(told) > SHOWN_STARTS else ""
+    lines = [
+        f"Forked from {'; '.join(told[:SHOWN_STARTS])}{more}. Steps and tokens here count from the fork."
+    ]
+    if any(len(found) > 1 for found in seeds.values()):
         lines.append(
             "Seeds that share a parent differ in the order of data after the fork only: their verdict is about that "
             "parent. With {seed} in fork_from.run each seed has a parent of its own."
@@ -222,8 +224,8 @@ def fork_words(specs: Sequence[RunSpec]) -> list[str]:
     return lines
 
 
-def _listed(seeds: Iterable[int]) -> str:
-    return ", ".join(map(str, sorted(seeds)))
+def _listed(numbers: Iterable[int]) -> str:
+    return ", ".join(map(str, sorted(numbers)))
 
 
 def require_same_data(spec: RunSpec, data_sha256: str) -> None:

@@ -222,11 +222,12 @@ def plan_document(matrix: Matrix) -> dict[str, Any]:
 
 
 def _tail_words(arms: list[dict[str, Any]]) -> list[str]:
-    return [
+    told = [
         f"{arm['arm']}: FP8 up to step {arm['switch_at']} of {arm['steps']}, BF16 from the next step on."
         for arm in arms
         if arm["switch_at"] is not None
     ]
+    return list(dict.fromkeys(told))  # once for an arm of several groups
 
 
 def plan_errors(error: Exception) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from fp8parity.plan import plan_document
 from fp8parity.study_run import run_study
 from fp8parity_analysis import schema
 from fp8parity_analysis.json_files import read_json, write_json
+from fp8parity_analysis.mlflow_content import params_of
 from fp8parity_analysis.store import read_run
 
 from .conftest import TINY, WriteRecipe, merged
@@ -173,6 +174,7 @@ def test_one_parent_for_all_seeds_differs_in_the_order_of_data_only(forked: Fork
     specs = [runner.read_order(dirs[f"bf16-{seed}"]).spec for seed in (0, 1)]
     assert specs[0].parent == specs[1].parent
     own, other = (batches(dirs[f"bf16-{seed}"], 4) for seed in (0, 1))
+    assert "Seeds that share a parent" in " ".join(fork.fork_words(specs))
     assert own == list(numbers(parent, since=AT)[0]["batch_digest"])[:4]
     assert not set(own) & set(other)
 
@@ -335,7 +337,8 @@ def test_plan_and_verdict_say_that_the_study_is_forked(forked: Fork, tmp_path: P
     document = plan_document(matrix.read(tmp_path / "recipe.yaml"))
     words = "\n".join(document["words"])
     names = [parent_of(parents, seed).name for seed in (0, 1)]
-    assert f"Forked from step {AT} of {names[0]} (seeds 0); step {AT} of {names[1]} (seeds 1)." in words
+    assert f"Forked from {names[0]} at step {AT} (seed 0); {names[1]} at step {AT} (seed 1)." in words
+    assert "Seeds that share a parent" not in words
     assert "rowwise-switch_at=2: FP8 up to step 2 of 4, BF16 from the next step on." in words
     for run_dir in dirs.values():
         assert runner.train(run_dir) == 0
@@ -350,6 +353,12 @@ def test_plan_and_verdict_say_that_the_study_is_forked(forked: Fork, tmp_path: P
     evidence = next(item for item in judgement.evidence if item.recipe == verdict.recipe)
     assert evidence.steps == (1, 2, 3, 4)  # the forked span and nothing else
     write_results(tmp_path / "fork", judgement)
+    params = params_of(read_json(dirs["rowwise-switch_at=2-1"] / schema.SPEC_FILE), many_groups=False)
+    assert (params["switch_at"], params["fork_from.step"], params["parent.run_id"]) == (
+        "2",
+        str(AT),
+        names[1],
+    )
     page = (tmp_path / "fork" / schema.REPORT_FILE).read_text()
     assert f"{names[1]}, step {AT} (weights " in page
     assert "About training in FP8 from the start" in page

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -113,9 +114,12 @@ def test_every_step_says_its_precision_and_both_phases_are_proven(lay_out: LayOu
 def test_a_tail_that_stays_fp8_never_trains(lay_out: LayOut, monkeypatch: pytest.MonkeyPatch) -> None:
     run_dir = lay_out(TAIL)[ARM]
     build = module.build_model
+    models: list[weakref.ref[Any]] = []
 
     def stays_fp8(spec: Any, *args: Any) -> Any:
+        assert all(model() is None for model in models)  # no two phases' models at a time: they may not fit
         built = build(spec, *args)
+        models.append(weakref.ref(built.model))
         if spec.precision.is_bf16:
             ffn = built.model.blocks[1].ffn
             ffn.up_proj.__class__ = module.torch.nn.Linear
