@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from fp8parity.errors import UsageError
 from fp8parity.own_spec import kind_of
 from fp8parity.precision_rules import Problem
-from fp8parity.spec import DECODER, ParentState, RunSpec
+from fp8parity.spec import DECODER, DataSpec, ParentState, RunSpec
 from fp8parity_analysis import schema
 from fp8parity_analysis.errors import BadInputError
 from fp8parity_analysis.json_files import read_json
@@ -25,8 +25,13 @@ from fp8parity_analysis.json_files import read_json
 KEPT_KEYS = ("step", "bytes", "file_sha256", *ParentState.model_fields)
 """Keys of the document beside a kept checkpoint: what the fork's hash takes, and what the file must be."""
 
-_FREE_MODEL = ("preset", "init_std", "inventory")
-"""Model settings that say nothing about the shape: a name, and how weights were drawn that are not drawn here."""
+_FREE_MODEL = (
+    *("preset", "init_std", "sources", "packages", "inventory"),
+    *("config", "model_type", "overrides", "weights", "weights_sha256"),
+)
+"""Model settings that say nothing about the shape: a name, how weights were drawn or read that come from the parent
+here, where a configuration was found (`resolved_config` is compared), and what was found out about a model of the
+user's, whose parameters the worker compares with the parent's one by one."""
 
 _SHARED_TRAIN = ("batch_size", "context", "compute")
 """Batch and context fix what a position in the data means, compute what the weights are stored in."""
@@ -78,7 +83,7 @@ class Parents:
     def problems(self, spec: RunSpec, seed: int, data_sha256: str | None) -> Iterator[Problem]:
         """Yield why `spec`, under `seed`, cannot start where it says, as ((section, key), message).
 
-        `data_sha256` is the digest of the token file, None where it is packed later (`data_problem` then decides).
+        `data_sha256` is the digest of the token file, None where it is packed later (`require_same_data` then decides).
         """
         if spec.fork_from is None:
             return
@@ -95,7 +100,7 @@ class Parents:
         yield from _setting_problems(spec, parent)
         if data_sha256 is not None and data_sha256 != state.data_sha256:
             yield ("data", "path"), data_problem(state, data_sha256)
-        elif data_sha256 is None and spec.data != parent.data:
+        elif data_sha256 is None and isinstance(spec.data, DataSpec) and spec.data != parent.data:
             text = (
                 f"data: is {_told(spec.data)}, but the parent {state.run_id} was trained on {_told(parent.data)}; a "
                 "fork goes on in its parent's data: write the parent's data section"

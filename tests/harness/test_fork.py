@@ -20,6 +20,7 @@ from fp8parity.followup import write_followup
 from fp8parity.fork_state import digests, load_weights, read_state
 from fp8parity.judging import judge_study, write_results
 from fp8parity.model import DecoderLM, parameters_digest
+from fp8parity.own_spec import HfModelSpec
 from fp8parity.plan import plan_document
 from fp8parity.study_run import run_study
 from fp8parity_analysis import schema
@@ -295,6 +296,14 @@ def test_what_cannot_be_a_parent_is_refused_at_planning(
     assert any(
         re.match(rf"{re.escape(str(path))}:\d+: .*", line) and re.search(said, line) for line in lines
     ), lines
+
+
+def test_another_kind_of_model_is_no_continuation(forked: Fork, tmp_path: Path) -> None:
+    spec = runner.read_order(forked({"seeds": [0]})["bf16-0"]).spec
+    other = HfModelSpec(kind="hf", model_type="gpt2")
+    found = list(fork.Parents(tmp_path).problems(spec.model_copy(update={"model": other}), 0, None))
+    assert ("model", "kind") in [place for place, _ in found]
+    assert any("model.kind: hf, but the parent's model is of kind decoder" in text for _, text in found)
 
 
 def test_a_state_that_changed_after_planning_never_trains(forked: Fork, tmp_path: Path) -> None:
