@@ -272,7 +272,7 @@ def nothing(folder: Path) -> None:
         (nothing, {"fork_from": {"schedule": "own"}}, "base.fork_from.schedule: got 'own'; .*restart, continue"),
         (nothing, {"fork_from": {"run": None}}, "base.fork_from.run: is missing"),
         (nothing, {"fork_from": {"parent": "x"}}, "base.fork_from.parent: unknown key"),
-        (nothing, {"fork_from": {"run": "parents/runs/*-s1-bf16-*[!{seed}]"}}, "for seed 0, but that run has seed 1"),
+        (nothing, {"fork_from": {"run": "parents/runs/[!{seed}]*-s1-bf16-*"}}, "for seed 0, but that run has seed 1"),
         (nothing, {"model": {"dim": 64}}, "base.model.dim: model.dim: 64, but the parent was trained with 32"),
         (nothing, {"train": {"batch_size": 8}}, "base.train.batch_size: .*write batch_size: 4"),
         (nothing, {"train": {"compute": "bf16-true"}}, "base.train.compute: .*write compute: bf16-mixed"),
