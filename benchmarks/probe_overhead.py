@@ -207,8 +207,8 @@ def bandwidth(device: str, rows: int, columns: int, repeats: int) -> list[dict[s
     found = []
     for plan in (plan for plan in plans if plan.source == "high_precision"):
         for turned in (False, True):
-            work = times(lambda p=plan, t=turned: TensorCasts(x.t() if t else x).sums(p))  # type: ignore[misc]
-            passes = _passes(x.t() if turned else x, plan, times) if device == "cuda" else (float("nan"),) * 2
+            work = times(lambda p=plan, t=turned: TensorCasts(x).sums(p, transposed=t))  # type: ignore[misc]
+            passes = _passes(x, plan, turned, times) if device == "cuda" else (float("nan"),) * 2
             share = 2 * size / work / copy
             found.append(
                 {
@@ -224,11 +224,13 @@ def bandwidth(device: str, rows: int, columns: int, repeats: int) -> list[dict[s
     return found
 
 
-def _passes(x: Tensor, plan: CastPlan, times: Callable[[Callable[[], object]], float]) -> tuple[float, float]:
-    from fp8parity import tensor_stats_triton as fused
+def _passes(
+    x: Tensor, plan: CastPlan, turned: bool, times: Callable[[Callable[[], object]], float]
+) -> tuple[float, float]:
+    from fp8parity.tensor_stats_triton import FusedCasts
 
-    seen = fused.magnitudes(x)
-    return times(lambda: fused.magnitudes(x)), times(lambda: fused.cast_values(x, seen, plan))
+    casts = FusedCasts(x)
+    return times(lambda: FusedCasts(x)), times(lambda: casts.values(plan, transposed=turned))
 
 
 def show(row: dict[str, Any]) -> None:

@@ -12,14 +12,16 @@ from pydantic import Field, field_validator
 
 from fp8parity.spec import Frozen, NonNegativeInt, PositiveInt, RecipeName
 
-EVERY = 500
-"""Default cadence. A probe is expected to cost 3 to 6 training steps on a GPU: an uncompiled forward and backward pass
-plus the statistics (`benchmarks/probe_overhead.py`, not run there yet). Once per 500 steps that is 0.6 to 1.2 %."""
+EVERY = 1000
+"""Default cadence: with the dense beginning 0.15 % of 10 000 steps, which is 1 % of the training time at 6.7 steps a
+probe. Measured on H200s it was 3 to 8 steps, up to 12 with three what-if recipes on a small model
+(`docs/tensor-statistics.md`): an uncompiled forward and backward pass, and the statistics."""
 
 DENSE_EVERY = 100
 DENSE_SHARE = 20
+DENSE_LIMIT = 500
 """By default the first 1/20 of a run, at most 500 steps, is probed every 100 steps: scales and gradients move most
-there. It adds at most one probe per 2000 steps trained. A run shorter than 500 steps has none unless it asks."""
+there. It adds at most one probe per 2000 steps trained. A run shorter than 1000 steps has none unless it asks."""
 
 
 class ProbeSpec(Frozen):
@@ -81,7 +83,7 @@ def resolve(spec: ProbeSpec, steps: int, arms: tuple[RecipeName, ...], source: s
 
     `arms` are the recipes to try by default, `source` the weight cast source of what-if casts.
     """
-    dense = min(steps // DENSE_SHARE, EVERY) if spec.dense_until is None else spec.dense_until
+    dense = min(steps // DENSE_SHARE, DENSE_LIMIT) if spec.dense_until is None else spec.dense_until
     return ProbePlan(
         every=spec.every,
         dense_until=dense if spec.every else 0,

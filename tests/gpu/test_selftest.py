@@ -31,6 +31,9 @@ def test_compiled_arithmetic_is_right(label: str) -> None:
     torch._dynamo.reset()
     report = examine(label, quick=True, compiled=True)
     assert [f.text for f in report.faults] == []
+    if label == "blockwise_requant/reference":
+        assert "lie on ties; write compile: off" in report.reason
+        return
     assert [row.check for row in report.rows].count("compiled") == 3
 
 

@@ -23,10 +23,11 @@ def default(steps: int, **spec: Any) -> ProbePlan:
     ("steps", "due"),
     [
         (60, ()),
-        (499, ()),
-        (500, (500,)),
-        (2000, (100, 500, 1000, 1500, 2000)),
-        (4000, (100, 200, *range(500, 4001, 500))),
+        (999, ()),
+        (1000, (1000,)),
+        (2000, (100, 1000, 2000)),
+        (4000, (100, 200, 1000, 2000, 3000, 4000)),
+        (20_000, (100, 200, 300, 400, 500, *range(1000, 20_001, 1000))),
     ],
 )
 def test_default_cadence(steps: int, due: tuple[int, ...]) -> None:
@@ -34,10 +35,8 @@ def test_default_cadence(steps: int, due: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("steps", [*range(1, 3000, 7), 10_000, 50_000, 100_000])
-def test_default_cost_stays_below_one_percent_at_four_steps_a_probe(steps: int) -> None:
-    assert (
-        len(default(steps).due_steps(steps)) * 4 <= 0.01 * steps or len(default(steps).due_steps(steps)) == 0
-    )
+def test_default_probes_are_at_most_three_in_two_thousand_steps(steps: int) -> None:
+    assert len(default(steps).due_steps(steps)) <= 3 * steps / 2000
 
 
 def test_dense_steps_and_off() -> None:

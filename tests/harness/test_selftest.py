@@ -168,6 +168,28 @@ def test_cuda_is_refused_where_there_is_none(monkeypatch: pytest.MonkeyPatch) ->
         selftest("cuda")
 
 
+def test_what_may_not_be_compiled_is_tested_as_it_is(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The reference of blockwise_requant on CUDA: compiled it is not exact, and no run may compile it."""
+    monkeypatch.setattr(session, "_refusal", lambda *_, compiled: "lies on ties" if compiled else "")
+    (subject,) = selftest("cpu", ["blockwise_requant/reference"], quick=True, compiled=True).subjects
+    assert (subject.status, subject.reason) == ("right", "lies on ties")
+    assert "compiled" not in {row.check for row in subject.rows}
+    code, out, _ = call(
+        capsys,
+        "selftest",
+        "--device",
+        "cpu",
+        "--quick",
+        "--compile",
+        "--recipe",
+        "blockwise_requant/reference",
+    )
+    assert code == 0
+    assert "not compiled: lies on ties" in " ".join(out.split())
+
+
 def test_what_cannot_run_is_listed_with_the_reason() -> None:
     report = selftest("cpu", ["blockwise"], quick=True)
     found = {s.label: s.status for s in report.subjects}

@@ -38,6 +38,19 @@ def spec(recipe: str = "rowwise", backend: str = "torchao_float8", compile_mode:
         (("2.13.0", "0.17.0"), {"compile_mode": "off"}, "cuda", None),
         (("2.12.0", "0.17.0"), {"compile_mode": "blocks"}, "cuda", None),
         (("2.13.0", "0.17.0"), {"recipe": "bf16", "compile_mode": "blocks"}, "cuda", None),
+        (
+            ("2.11.0", "0.18.0"),
+            {"recipe": "blockwise_requant", "backend": "reference", "compile_mode": "blocks"},
+            "cuda",
+            "elements cast twice lie on ties; write compile: off",
+        ),
+        (("2.11.0", "0.18.0"), {"recipe": "blockwise_requant", "backend": "reference"}, "cuda", None),
+        (
+            ("2.11.0", "0.18.0"),
+            {"recipe": "blockwise_requant", "backend": "reference", "compile_mode": "blocks"},
+            "cpu",
+            None,
+        ),
         (("none", "none"), {}, "cpu", None),
     ],
 )

@@ -71,7 +71,7 @@ class Fault:
 
 @dataclass(frozen=True)
 class SubjectReport:
-    """What was found about one recipe on one backend; `reason` says why it was not run."""
+    """What was found about one recipe on one backend; `reason` says why it was not run, or not compiled."""
 
     recipe: str
     backend: str

@@ -80,6 +80,8 @@ def show_selftest(console: Console, report: SelftestReport) -> None:
     console.print(gemm_table(report))
     for subject in report.subjects:
         words = f"not run: {subject.reason}" if subject.status == "not_run" else statement(subject)
+        if subject.reason and subject.status != "not_run":
+            words += f"; not compiled: {subject.reason}"
         console.print(f"{subject.label}: {words}", markup=False, highlight=False)
     faults = [(subject.label, fault) for subject in report.subjects for fault in subject.faults]
     for label, fault in faults:

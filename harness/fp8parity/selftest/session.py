@@ -158,12 +158,15 @@ def _one_thread() -> Iterator[None]:
 
 
 def _one(precision: PrecisionSpec, device: torch.device, *, quick: bool, compiled: bool) -> SubjectReport:
-    reason = _refusal(precision, device, compiled=compiled)
+    reason = _refusal(precision, device, compiled=False)
     if reason:
         names = (precision.recipe, precision.backend, precision.weight_cast_source)
         return SubjectReport(*names, "not_run", reason, 0.0, (), ())
     report = check_subject(Converted(precision, device), device, quick=quick)
-    return _with_compiled(report, precision, device) if compiled and report.status != "not_run" else report
+    if not compiled or report.status == "not_run":
+        return report
+    refused = _refusal(precision, device, compiled=True)
+    return replace(report, reason=refused) if refused else _with_compiled(report, precision, device)
 
 
 def _with_compiled(report: SubjectReport, precision: PrecisionSpec, device: torch.device) -> SubjectReport:
