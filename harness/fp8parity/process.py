@@ -8,6 +8,7 @@ import faulthandler
 import fcntl
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,13 +24,18 @@ PARENT_PID = "FP8PARITY_PARENT_PID"
 STACKS_SIGNAL = signal.SIGUSR1
 """Makes a worker write the stacks of its threads to its log: the launcher sends it before it kills a hung one."""
 
+WATCH_SECONDS = 5.0
+GRACE_SECONDS = 120.0
+"""How often a worker looks for its launcher, and how long it may take to save and stop once that is gone."""
+
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def end_with_parent() -> None:
     """Ask the kernel for a SIGTERM when the launcher dies, so that a worker saves and stops instead of going on alone.
 
-    The launcher may ask for stacks from then on (`STACKS_SIGNAL`).
+    One that hangs hears no signal: it is ended after `GRACE_SECONDS`, or it would keep its GPU for ever. The launcher
+    may ask for stacks from then on (`STACKS_SIGNAL`).
 
     Does nothing without a launcher, or where the kernel is not Linux.
     """
@@ -40,6 +46,14 @@ def end_with_parent() -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != int(parent):  # it died before we could ask
         raise InterruptedRunError("the launcher is gone; run the same command again to resume")
+    threading.Thread(target=_end_after, args=(int(parent),), daemon=True).start()
+
+
+def _end_after(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(WATCH_SECONDS)
+    time.sleep(GRACE_SECONDS)
+    os._exit(InterruptedRunError.exit_code)
 
 
 @contextmanager

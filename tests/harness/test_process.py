@@ -81,3 +81,29 @@ def test_a_launcher_that_is_already_gone(monkeypatch: pytest.MonkeyPatch) -> Non
         end_with_parent()
     monkeypatch.delenv(PARENT_PID)
     end_with_parent()
+
+
+HANGING = """
+import os, signal, sys, time
+from fp8parity import process
+process.WATCH_SECONDS, process.GRACE_SECONDS = 0.05, 0.1
+signal.signal(signal.SIGTERM, lambda *_: None)  # takes note, as a worker does, and never comes to the end of its step
+process.end_with_parent()
+print("hangs", flush=True)
+time.sleep(600)
+"""
+
+PARENT_OF_HANGING = """
+import os, subprocess, sys
+env = {**os.environ, "FP8PARITY_PARENT_PID": str(os.getpid())}
+subprocess.Popen([sys.executable, "-c", sys.argv[1]], env=env).wait()
+"""
+
+
+def test_a_worker_that_hangs_is_ended_some_time_after_its_launcher() -> None:
+    launcher = subprocess.Popen([sys.executable, "-c", PARENT_OF_HANGING, HANGING], stdout=subprocess.PIPE)
+    assert launcher.stdout is not None
+    assert launcher.stdout.readline() == b"hangs\n"
+    launcher.kill()
+    # the pipe ends when the last process that holds it does
+    assert launcher.communicate(timeout=60)[0] == b""
