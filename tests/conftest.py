@@ -6,7 +6,7 @@ import pytest
 
 LONGEST = (
     "test_mlflow_live", "test_launcher_faults", "test_precision_apply", "test_runner", "test_selftest_faults",
-    "test_fork_runner", "test_standby", "test_wrong_pass", "test_calibration", "test_process",
+    "test_fork", "test_standby", "test_wrong_pass", "test_calibration", "test_process",
 )  # fmt: skip
 """Files that take longest. pytest-xdist gives a file to a process as a whole, by default by the number of its tests."""
 
