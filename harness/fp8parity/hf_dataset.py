@@ -134,7 +134,7 @@ def _flat(values: pa.Array, path: Path, separator: int | None) -> Array:
         raise UsageError(f"data.column: {path} has empty (null) rows; remove them from the dataset")
     if not _is_list(values.type):
         flat: Array = values.to_numpy(zero_copy_only=False)
-        return flat if separator is None else np.insert(flat, range(1, len(flat) + 1), separator)
+        return flat if separator is None else _with(separator, flat, np.arange(1, len(flat) + 1))
     tokens: Array = values.flatten().to_numpy(zero_copy_only=False)
     if separator is None:
         return tokens
@@ -143,4 +143,9 @@ def _flat(values: pa.Array, path: Path, separator: int | None) -> Array:
         if not pa.types.is_fixed_size_list(values.type)
         else np.full(len(values), values.type.list_size)
     )
-    return np.insert(tokens, np.cumsum(lengths), separator)
+    return _with(separator, tokens, np.cumsum(lengths))
+
+
+def _with(separator: int, tokens: Array, at: Array) -> Array:
+    """Insert the separator; widened first, since ids of 8 bits may need a separator of more."""
+    return np.insert(tokens.astype(np.int64), at, separator)

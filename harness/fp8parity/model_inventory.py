@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fp8parity import own_model
 from fp8parity.errors import UsageError
+from fp8parity.own_sources import import_target
 from fp8parity.own_spec import HfModelSpec, ImportModelSpec, Inventory, LinearFacts
 from fp8parity.probe_signals import blocks_of
 from fp8parity.spec import OwnModelSpec
@@ -160,7 +161,7 @@ def inspect(model: nn.Module, context: int) -> Inventory:
     """Return the inventory of an adapted model, by one forward pass over tokens [2, context].
 
     Raises `UsageError`, naming the module, for a model that returns no logits [batch, context, vocabulary], has no
-    linear, uses one linear in two places, draws random numbers or changes buffers.
+    linear, uses one linear in two places, keeps tensors in plain attributes, draws random numbers or changes buffers.
     """
     linears = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear)}
     if not linears:
@@ -170,6 +171,12 @@ def inspect(model: nn.Module, context: int) -> Inventory:
     shared = _shared(model)
     if shared:
         raise UsageError(f"{type(model).__name__}: {shared}{_WHY_ONCE}")
+    plain = [f"{n}.{k}".lstrip(".") for n, m in model.named_modules() for k in _plain_tensors(m)]
+    if plain:
+        raise UsageError(
+            f"{type(model).__name__} keeps tensors in plain attributes ({', '.join(plain[:3])}), which neither go to "
+            "the device with the model nor are watched for changes; write register_buffer(..., persistent=False)"
+        )
     seen, logits, watch = _run(model, context)
     repeated = next((fqn for fqn in seen.order if seen.order.count(fqn) > 1), None)
     if repeated:
@@ -190,6 +197,11 @@ def inspect(model: nn.Module, context: int) -> Inventory:
         can_checkpoint=callable(getattr(model, "gradient_checkpointing_enable", None)),
         notes=tuple(_notes(model, head, watch)),
     )
+
+
+def _plain_tensors(module: nn.Module) -> list[str]:
+    """Return the attributes that hold a tensor which is neither parameter nor buffer."""
+    return [name for name, value in vars(module).items() if isinstance(value, Tensor)]
 
 
 def _blocks(model: nn.Module, executed: set[str]) -> tuple[str, ...]:
@@ -241,6 +253,8 @@ def _notes(model: nn.Module, head: str | None, watch: _Watch) -> Iterator[str]:
 
 def _inspect_spec(spec: OwnModelSpec, root: Path, context: int) -> Inventory:
     """Inspect the model without memory, or, where its code needs real tensors, with some."""
+    if isinstance(spec, ImportModelSpec):
+        import_target(spec.target, root)  # tensors of the module's own are real ones for both
     try:
         with FakeTensorMode(), torch.device("cpu"):
             return inspect(own_model.adapt(own_model.construct(spec, root, load=False)), context)

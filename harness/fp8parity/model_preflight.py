@@ -104,13 +104,20 @@ def _resolved_data(spec: OwnDataSpec, recipe_dir: Path) -> OwnDataSpec:
     return spec.model_copy(update={"fingerprint": hf_dataset.fingerprint(spec, recipe_dir)})
 
 
-def _outer_files(spec: OwnModelSpec, root: Path) -> list[tuple[str, int, int]]:
-    """Return name, size and time of the files that an hf model is read from."""
+def _outer_files(spec: OwnModelSpec, root: Path) -> list[tuple[str, ...]]:
+    """Return the files that an hf model is read from: configurations by content, weights by place, size and time."""
     if not isinstance(spec, HfModelSpec):
         return []
     given = [root / part for part in (spec.config, spec.weights) if part is not None]
     files = [f for path in given for f in ([path] if path.is_file() else sorted(path.glob("*")))]
-    return [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files if f.is_file()]
+    return [_stated(f) for f in files if f.is_file()]
+
+
+def _stated(file: Path) -> tuple[str, ...]:
+    if file.suffix == ".json":
+        return (file.name, hashlib.sha256(file.read_bytes()).hexdigest())
+    stat = file.stat()
+    return (str(file.resolve()), str(stat.st_size), str(stat.st_mtime_ns))
 
 
 def _cache_key(spec: OwnModelSpec, root: Path, context: int) -> str:

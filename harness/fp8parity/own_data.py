@@ -68,8 +68,13 @@ def token_file(spec: OwnDataSpec, recipe_dir: Path, folder: Path) -> Path:
 
 
 def _checked(values: Any, vocab_size: int, origin: str) -> Iterator[Tokens]:
-    """Yield one array of token ids in pieces, as unsigned numbers; `UsageError` for anything else."""
+    """Yield one array of token ids in pieces, as unsigned numbers; `UsageError` for anything else.
+
+    An empty document yields nothing, whatever its type: numpy makes floats of `[]`.
+    """
     array = np.asarray(values)
+    if array.shape == (0,):
+        return
     if array.ndim != 1 or array.dtype.kind not in "iu":
         raise UsageError(f"{origin} gives an array {list(array.shape)} of {array.dtype}; {PROTOCOL}")
     for start in range(0, len(array), CHUNK):
@@ -96,9 +101,21 @@ def _arrays(values: Any, vocab_size: int, origin: str) -> Iterator[Tokens]:
 def _write(path: Path, train: Any, held_out: Any, spec: OwnDataSpec, origin: str) -> TokenMeta:
     """Write the tokens; without a held-out part the end of the training part becomes it.
 
-    The file gets its name last, when its side file says what it is.
+    The file gets its name last, when its side file says what it is; of what fails nothing stays.
     """
     staged = path.with_name(f"{os.getpid()}-{path.name}")
+    try:
+        meta = _stage(staged, train, held_out, spec, origin)
+        os.replace(side_file(staged), side_file(path))
+        os.replace(staged, path)
+    except BaseException:
+        for left in path.parent.glob(f"{staged.stem}.*"):
+            left.unlink(missing_ok=True)
+        raise
+    return meta
+
+
+def _stage(staged: Path, train: Any, held_out: Any, spec: OwnDataSpec, origin: str) -> TokenMeta:
     meta = write_tokens(
         staged,
         _arrays(train, spec.vocab_size, origin),
@@ -113,8 +130,6 @@ def _write(path: Path, train: Any, held_out: Any, spec: OwnDataSpec, origin: str
         kept = meta.n_tokens - int(meta.n_tokens * spec.held_out_fraction)
         meta = replace(meta, train_tokens=kept, split="tail")
         side_file(staged).write_text(json.dumps(asdict(meta), indent=1) + "\n", encoding="utf-8")
-    os.replace(side_file(staged), side_file(path))
-    os.replace(staged, path)
     return meta
 
 

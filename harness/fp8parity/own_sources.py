@@ -16,7 +16,7 @@ import sysconfig
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
-from importlib.machinery import PathFinder
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,25 @@ def _is_installed(path: Path) -> bool:
     )
 
 
+def _found_elsewhere(module: str) -> ModuleSpec | None:
+    """Ask the finders beside the path's own about a top-level module: some editable installs bring one."""
+    for finder in sys.meta_path:
+        if finder is not PathFinder and hasattr(finder, "find_spec"):
+            try:
+                spec = finder.find_spec(module, None)
+            except (ImportError, ValueError):
+                continue
+            if spec is not None:
+                return spec
+    return None
+
+
+def _shadows(module: str, root: Path) -> bool:
+    """Whether a module beside the recipe file has the name of a standard one; a mere folder does not come first."""
+    spec = PathFinder.find_spec(module, [str(root)])
+    return spec is not None and spec.origin is not None
+
+
 def locate(module: str, paths: Sequence[str]) -> Path | None:
     """Return the file of a module, its `__init__.py` for a package, without importing it; None if there is none."""
     search: Sequence[str] | None = paths
@@ -55,6 +74,8 @@ def locate(module: str, paths: Sequence[str]) -> Path | None:
     parts = module.split(".")
     for depth in range(len(parts)):
         spec = PathFinder.find_spec(".".join(parts[: depth + 1]), search)
+        if spec is None and depth == 0:
+            spec = _found_elsewhere(parts[0])
         if spec is None:
             return None
         origin, search = spec.origin, list(spec.submodule_search_locations or ())
@@ -114,7 +135,7 @@ def sources_of(target: str, root: Path) -> Sources:
     while queue:
         name = queue.pop()
         top = name.partition(".")[0]
-        if name in seen or top in sys.stdlib_module_names or top in _OURS:
+        if name in seen or top in _OURS or (top in sys.stdlib_module_names and not _shadows(top, root)):
             continue
         seen.add(name)
         path = locate(name, paths)

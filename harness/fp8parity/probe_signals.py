@@ -43,12 +43,22 @@ def head_of(model: nn.Module, name: str | None) -> str | None:
     return next((known for known in HEAD_NAMES if isinstance(modules.get(known), nn.Linear)), None)
 
 
+def _is_list(module: nn.Module) -> bool:
+    if isinstance(module, nn.ModuleDict):
+        return all(key.isdecimal() for key in module)
+    return isinstance(module, nn.ModuleList)
+
+
 def blocks_of(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the outermost members of the model's module lists by FQN: its decoder blocks."""
+    """Return the members of the model's outermost module lists by FQN: its decoder blocks.
+
+    A `ModuleDict` is one when its keys are numbers, as torchtitan keeps layers; with names it may hold a whole
+    decoder, embedding and blocks and norm.
+    """
     found: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
-        inside = any(name.startswith(outer + ".") for outer in found)
-        if isinstance(module, nn.ModuleList | nn.ModuleDict) and not inside:
+        inside = any(name == outer or name.startswith(outer + ".") for outer in found)
+        if _is_list(module) and not inside:
             found |= {f"{name}.{leaf}": child for leaf, child in module.named_children()}
     return found
 

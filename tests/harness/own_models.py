@@ -40,6 +40,39 @@ class Model(nn.Module):
         return self.head(self.hidden(tokens))
 
 
+SCALE = torch.full((1,), 2.0)
+
+
+class Scaled(Model):
+    """Uses a tensor of the module's own, which exists before any model does."""
+
+    def forward(self, tokens: Tensor) -> Any:
+        return super().forward(tokens) * SCALE
+
+
+class Plain(Model):
+    """Keeps a tensor that is no buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[1].table = torch.ones(3)
+
+
+class Named(Model):
+    """Its parts are the entries of a ModuleDict, as nanoGPT's are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        names = ("embed", "enter", "layers")
+        self.transformer = nn.ModuleDict({name: self._modules.pop(name) for name in names})
+
+    def hidden(self, tokens: Tensor) -> Tensor:
+        x = self.transformer["enter"](self.transformer["embed"](tokens))
+        for layer in self.transformer["layers"]:
+            x = layer(x)
+        return x
+
+
 def build(**kwargs: Any) -> nn.Module:
     return Model(**kwargs)
 

@@ -64,6 +64,13 @@ def test_fixed_lists_and_single_numbers(tmp_path: Path) -> None:
     assert joined(save(tmp_path / "m", pa.array([1, 2, 3])), 0) == [1, 0, 2, 0, 3, 0]
 
 
+def test_a_separator_wider_than_the_ids_is_kept_whole(tmp_path: Path) -> None:
+    assert joined(save(tmp_path / "l", pa.array(ROWS, pa.list_(pa.uint8()))), 300) == [
+        1, 2, 3, 300, 4, 300, 300, 5, 6, 300
+    ]  # fmt: skip
+    assert joined(save(tmp_path / "n", pa.array([1, 2], pa.int8())), 300) == [1, 300, 2, 300]
+
+
 def test_splits_become_the_parts_of_a_token_file(tmp_path: Path) -> None:
     path = token_file(spec(GOLD, split="train", held_out_split="test", separator=0), tmp_path, tmp_path)
     tokens, meta = open_tokens(path)

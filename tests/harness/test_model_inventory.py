@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from fp8parity.errors import UsageError
 from fp8parity.model_inventory import inspect
 from fp8parity.own_model import adapt
 from fp8parity.own_spec import Inventory, LinearFacts
+from fp8parity.probe_signals import blocks_of
 
 from . import own_models as m
 
@@ -43,6 +45,15 @@ def test_linears_in_order_of_execution_with_groups_blocks_and_head() -> None:
     assert found.parameters == sum(p.numel() for p in m.Model(depth=2).parameters())
 
 
+def test_blocks_within_a_dict_of_named_parts() -> None:
+    found = facts(m.Named())
+    assert found.blocks == tuple(f"transformer.layers.{i}" for i in range(3))
+    assert [one.block for one in found.linears] == [None, 0, 0, 0, 1, 1, 1, 2, 2, 2, None]
+    # a list within a list is a part of a block
+    nested = nn.ModuleList([nn.ModuleList([nn.Linear(2, 2)]), nn.Linear(2, 2)])
+    assert list(blocks_of(nn.ModuleDict({"h": nested}))) == ["h.0", "h.1"]
+
+
 def test_a_model_without_memory_has_the_same_inventory() -> None:
     with FakeTensorMode():
         fake = facts(m.Model())
@@ -64,6 +75,7 @@ def test_tied_embedding_and_logits_in_an_object_are_handled() -> None:
         (m.Twice, r"Twice: layers\.0\.a runs 2 times in one forward pass"),
         (m.Dropped, r"draws random numbers .*drop \(p=0\.1\)"),
         (m.Counting, "changes the buffers seen"),
+        (m.Plain, r"plain attributes \(layers\.1\.table\).*register_buffer\(\.\.\., persistent=False\)"),
         (m.NoLinear, r"NoLinear has no nn\.Linear"),
         (m.half, "parameter embed.weight is bfloat16 on cpu; build the model in float32"),
         (nn.Identity, "Identity has no parameter"),
@@ -108,6 +120,13 @@ def test_a_model_that_needs_real_tensors_gets_them_and_its_host_reads_are_told(
     assert any("reads 1 values on the host" in note for note in found.notes)
     assert any("shapes were found with real tensors" in note for note in found.notes)
     assert found.model_copy(update={"notes": ()}) == facts(m.Model()).model_copy(update={"notes": ()})
+
+
+def test_a_tensor_of_the_module_stays_a_real_one(own_root: Any, own_request: Any) -> None:
+    document = model_inventory.respond(own_request("own_models:Scaled"))
+    found = Inventory.model_validate(document["inventory"])
+    assert found.model_copy(update={"notes": ()}) == facts(m.Model()).model_copy(update={"notes": ()})
+    assert type(sys.modules["own_models"].SCALE) is torch.Tensor
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +10,7 @@ import pytest
 
 from fp8parity import matrix, model_preflight, plan
 from fp8parity.errors import UsageError
-from fp8parity.own_spec import ImportModelSpec
+from fp8parity.own_spec import HfModelSpec, ImportModelSpec
 from fp8parity.spec import RunSpec
 
 from .conftest import WriteRecipe
@@ -84,6 +85,22 @@ def test_the_answer_is_kept_under_what_it_depends_on(
     assert len(preflight_here) == 2
     read(with_changes(own(kwargs={"depth": 4}), precision={"keep": 3}))
     assert len(preflight_here) == 3
+
+
+def test_an_answer_depends_on_what_a_configuration_says_and_where_the_weights_are(tmp_path: Path) -> None:
+    def keys(root: Path, text: str) -> str:
+        folder = root / "weights"
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, content in (("config.json", text), ("model.safetensors", "w")):
+            (folder / name).write_text(content)
+            os.utime(folder / name, ns=(1, 1))
+        spec = HfModelSpec.model_validate({"kind": "hf", "weights": "weights"})
+        return model_preflight._cache_key(spec, root, 8)
+
+    first = keys(tmp_path / "a", '{"n": 1}')
+    assert keys(tmp_path / "a", '{"n": 2}') != first  # of the same size and time
+    assert keys(tmp_path / "b", '{"n": 1}') != first
+    assert keys(tmp_path / "a", '{"n": 1}') == first
 
 
 def test_the_inventory_is_not_hashed_and_travels_beside_the_specification(read: Any) -> None:

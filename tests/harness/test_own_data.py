@@ -29,6 +29,9 @@ def number():
 def other():
     return {"train": whole(), "valid": whole()}
 
+def gaps():
+    return [[], whole(3), np.array([]), whole(2)]
+
 def negative():
     return [np.array([1, -2])]
 """
@@ -67,6 +70,11 @@ def test_more_than_65536_ids_are_kept_whole(root: Path) -> None:
     assert np.array_equal(tokens, np.arange(100) % 50)
 
 
+def test_empty_documents_are_skipped(root: Path) -> None:
+    pack_imported(spec("gaps"), root, root / "a.bin")
+    assert np.array_equal(open_tokens(root / "a.bin")[0], [0, 1, 2, 0, 1])
+
+
 @pytest.mark.parametrize(
     ("data", "reason"),
     [
@@ -81,7 +89,8 @@ def test_more_than_65536_ids_are_kept_whole(root: Path) -> None:
 def test_what_are_no_tokens_is_said(root: Path, data: ImportDataSpec, reason: str) -> None:
     with pytest.raises(UsageError, match=reason):
         pack_imported(data, root, root / "a.bin")
-    assert not (root / "a.bin").exists()
+    # nor is there a part of it, written before the fault
+    assert {path.name for path in root.iterdir()} <= {"own_token_bits.py", "__pycache__"}
 
 
 def test_a_study_packs_once_in_another_process_and_checks_the_digest(root: Path) -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import sys
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 import pytest
@@ -66,6 +67,24 @@ def test_a_change_in_an_imported_file_is_named(package: Path) -> None:
     (package / "helper_bits.py").write_text("x = 2\n")
     with pytest.raises(UsageError, match=r"net\.model:build: helper_bits, PyYAML \(.*, now absent\) changed"):
         check_unchanged("net.model:build", package, before.files, before.packages)
+
+
+def test_a_module_named_like_a_standard_one_counts_when_it_is_beside_the_recipe(tmp_path: Path) -> None:
+    write(tmp_path, shadowing_bits="import code\nimport profile\nimport json\n", code="x = 1\n", json__a="")
+    assert set(sources_of("shadowing_bits:build", tmp_path).files) == {"shadowing_bits", "code"}
+
+
+def test_a_module_that_only_a_finder_knows_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Finder:  # as setuptools writes one for an editable install
+        @classmethod
+        def find_spec(cls, name: str, path: object = None, target: object = None) -> object:
+            return PathFinder.find_spec(name, [str(tmp_path / "src")]) if name == "editable_bits" else None
+
+    write(tmp_path, using_bits="import editable_bits.inner\n", src__editable_bits__inner="x = 1\n")
+    (tmp_path / "src" / "editable_bits" / "__init__.py").write_text("")
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, Finder])
+    found = sources_of("using_bits:build", tmp_path)
+    assert set(found.files) == {"using_bits", "editable_bits", "editable_bits.inner"}
 
 
 def test_a_missing_module_and_one_that_is_no_python_are_named(tmp_path: Path) -> None:
