@@ -1,7 +1,7 @@
 """Arms that have failed at a declared look get no further seeds (`criteria.early_stop: fail`). Imports no torch.
 
-The rule is the verdict's own: each declared look has its share of the error rate and takes the first seeds, in the
-order of the study. The verdict of a stopped arm is the one of its look, from the runs that the look saw: stopping adds
+The rule is the verdict's own: each declared look has its share of the error rate and takes the lowest seeds, as the
+verdict does. The verdict of a stopped arm is the one of its look, from the runs that the look saw: stopping adds
 no chance of error, since each look's chance is counted whether one stops or not.
 """
 
@@ -40,7 +40,10 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Stop:
-    """An arm that failed at a look: the look's number (from 1) of how many (0: at any), its seeds, the outcome."""
+    """An arm that failed at a look: the look's number (from 1) of how many (0: at any), its seeds, the outcome.
+
+    `criteria` is the digest of the criteria it failed: under others it is looked at anew.
+    """
 
     group: str
     arm: str
@@ -48,6 +51,7 @@ class Stop:
     looks: int
     seeds: tuple[int, ...]
     outcome: str
+    criteria: str
 
     @property
     def words(self) -> str:
@@ -120,7 +124,7 @@ class EarlyStop:
 
     def _look(self, group: str, arm: str) -> None:
         tests = [p for p in self.places if (p.group, p.arm, p.role) == (group, arm, Role.TEST.value)]
-        seeds = list(dict.fromkeys(place.seed for place in tests))
+        seeds = sorted({place.seed for place in tests})
         for number, size in enumerate(look_sizes(self.criteria, len(seeds)), start=1):
             runs = [p for p in self.places if _seen(p, group, arm, seeds[:size])]
             dirs = [self.out / schema.RUNS_DIR / place.run_id for place in runs]
@@ -134,7 +138,8 @@ class EarlyStop:
             ).verdicts
             if verdict.gate is Gate.FAIL:
                 looks = len(self.criteria.looks)
-                self._stop(Stop(group, arm, number, looks, tuple(seeds[:size]), verdict.outcome.value))
+                outcome, digest = verdict.outcome.value, self.criteria.digest()
+                self._stop(Stop(group, arm, number, looks, tuple(seeds[:size]), outcome, digest))
                 return
 
     def _stop(self, stop: Stop) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import pickle
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,8 +62,9 @@ def digests(state: StartState) -> tuple[str, str]:
 def read_state(path: Path) -> StartState:
     """Map a checkpoint's tensors into memory; `UsageError` when it is missing or no checkpoint of ours."""
     try:
-        return state_of(torch.load(path, map_location="cpu", weights_only=False, mmap=True))
-    except (OSError, RuntimeError, KeyError, IndexError, ValueError) as error:
+        # tensors and plain values only: a parent may be somebody else's file, and a pickle runs what it likes
+        return state_of(torch.load(path, map_location="cpu", weights_only=True, mmap=True))
+    except (OSError, RuntimeError, KeyError, IndexError, ValueError, pickle.UnpicklingError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UsageError(
             f"fork_from.step: {path} cannot be read ({reason}); take another kept step, or train the parent again"
@@ -99,13 +101,14 @@ def load_moments(optimizer: torch.optim.Optimizer, state: StartState) -> None:
     """Give a fresh optimizer its parent's moments and step count; its own hyperparameters stay.
 
     Parameters are matched by their place in the groups, which model and optimizer build in the same order in every
-    run. `UsageError` when the moments' shapes are not the parameters'.
+    run; one that never had a gradient has no moments, in the parent as here. `UsageError` when the moments' shapes are
+    not the parameters'.
     """
     own = optimizer.state_dict()
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for index, parameter in enumerate(parameters):
         moments = state.optimizer.get(index, {})
-        if not moments or any(
+        if any(
             isinstance(value, Tensor) and value.ndim and value.shape != parameter.shape
             for value in moments.values()
         ):

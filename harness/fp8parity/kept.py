@@ -88,4 +88,4 @@ def kept_document(
 
 
 def _all_finite(state: StartState) -> bool:
-    return all(bool(torch.isfinite(weight).all()) for weight in state.weights.values())
+    return all(bool(torch.isfinite(w).all()) for w in state.weights.values() if isinstance(w, torch.Tensor))

@@ -136,21 +136,40 @@ class Launcher:
         return not others or self.device_bytes is None or held + needed <= self.device_bytes
 
     def _start_what_fits(self) -> None:
-        """Fill the free slots: first with what is prepared on their device, then from the queue."""
+        """Fill the free slots: first with what is prepared on their device, then from the queue.
+
+        What is prepared came first: while it does not fit, its device takes nothing from the queue. Only a run whose
+        worker failed in standby came before it.
+        """
+        self._unblock_standbys()
         for slot in self._free_slots():
-            ready = [job for job in self._on_device(self.standbys, slot) if self._fits(job, slot, job.memory)]
-            if ready and not self.stopping:
-                self.standbys.remove(ready[0])
-                ready[0].go(slot)
-                self._began(ready[0], prepared=True)
+            head = self.queue[0] if self.queue and self.queue[0].prepared_in_vain else None
+            if head is not None and self._fits(head, slot, head.memory) and not self.stopping:
+                self._start_head(slot)
+                continue
+            first = next(iter(self._on_device(self.standbys, slot)), None)
+            if first is not None and self._fits(first, slot, first.memory) and not self.stopping:
+                self.standbys.remove(first)
+                first.go(slot)
+                self._began(first, prepared=True)
         while self.queue and not self.stopping:
             job = self.queue[0]
-            slots = [slot for slot in self._free_slots() if self._fits(job, slot, job.memory)]
+            free = [slot for slot in self._free_slots() if not self._on_device(self.standbys, slot)]
+            slots = [slot for slot in free if self._fits(job, slot, job.memory)]
             if not slots:
                 return
-            self.queue.pop(0)
-            job.start(slots[0], self._environment(job, slots[0]))
-            self._began(job)
+            self._start_head(slots[0])
+
+    def _start_head(self, slot: int) -> None:
+        job = self.queue.pop(0)
+        job.start(slot, self._environment(job, slot))
+        self._began(job)
+
+    def _unblock_standbys(self) -> None:
+        """Leave one worker in standby where nothing trains: two could each wait for the other's memory for ever."""
+        for device in range(max(1, len(self.gpus))):
+            if not self._on_device(self.running, device):
+                self._withdraw(self._on_device(self.standbys, device)[1:])
 
     def _began(self, job: Job, **facts: Any) -> None:
         self.running.append(job)

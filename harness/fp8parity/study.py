@@ -201,16 +201,19 @@ def lay_out(matrix: Matrix, out: Path) -> list[Path]:
             "criteria_at_launch": study["criteria_at_launch"] if study else launch_digest(criteria),
             "created_at": study["created_at"] if study else datetime.now(UTC).isoformat(timespec="seconds"),
             "runs": [run.run_id for run in matrix.runs],
-            # whoever takes the rule away wants the runs that it left out
-            **(
-                {key: study[key] for key in (STOPPED_EARLY,) if key in study}
-                if study and criteria.early_stop
-                else {}
-            ),
+            **_kept_stops(study, criteria),
         },
     )
     (out / schema.RECIPE_COPY).write_bytes(recipe)
     return [_lay_out_run(run, out, matrix, files[run.run_id]) for run in matrix.runs]
+
+
+def _kept_stops(study: Mapping[str, Any] | None, criteria: Criteria) -> dict[str, Any]:
+    """Return the stops that still hold: whoever changes the criteria or the rule wants the runs that were left out."""
+    if study is None or criteria.early_stop is None or STOPPED_EARLY not in study:
+        return {}
+    digest = criteria.digest()
+    return {STOPPED_EARLY: [entry for entry in study[STOPPED_EARLY] if entry.get("criteria") == digest]}
 
 
 def _lay_out_run(run: PlannedRun, out: Path, matrix: Matrix, token_file: Path) -> Path:

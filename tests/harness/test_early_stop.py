@@ -103,6 +103,7 @@ def test_an_arm_that_fails_at_a_look_gets_no_further_seeds(begun: Callable[..., 
             "looks": 2,
             "seeds": [0, 1],
             "outcome": "WORSE",
+            "criteria": study.criteria_of(own.plan).digest(),
         }
     ]
     assert [line["arm"] for line in ledger(own.out) if line["event"] == STOPPED_EARLY] == ["tensorwise"]
@@ -111,6 +112,25 @@ def test_an_arm_that_fails_at_a_look_gets_no_further_seeds(begun: Callable[..., 
     assert len(ledger(own.out)) == 1
     states = {run["run_id"]: run["state"] for run in study_status(own.out)["runs"]}
     assert {name for name, state in states.items() if state == STOPPED_EARLY} == set(found)
+
+
+def test_other_criteria_are_looked_at_anew(begun: Callable[..., Study]) -> None:
+    own = begun()
+    own.finish([0, 1], tensorwise=0.03, rowwise=0.0)
+    assert own.watcher().unwanted() != {}
+    wider = begun({**CHANGES, "criteria": {**CRITERIA, "margin": "5%"}})
+    assert read_json(wider.out / schema.STUDY_FILE)[STOPPED_EARLY] == []
+    assert wider.watcher().unwanted() == {}
+
+
+def test_a_look_takes_the_lowest_seeds_as_the_verdict_does(begun: Callable[..., Study]) -> None:
+    own = begun({**CHANGES, "seeds": [3, 2, 1, 0]})
+    own.finish([3, 2], tensorwise=0.03, rowwise=0.0)
+    assert own.watcher().unwanted() == {}
+    own.finish([0, 1], rowwise=0.0)
+    own.finish([0, 1], tensorwise=0.03)
+    own.watcher().unwanted()
+    assert read_json(own.out / schema.STUDY_FILE)[STOPPED_EARLY][0]["seeds"] == [0, 1]
 
 
 def test_the_verdicts_are_those_of_the_declared_looks(begun: Callable[..., Study]) -> None:
@@ -210,7 +230,7 @@ def test_controls_serve_the_arms_that_go_on() -> None:
         for arm, role in (("bf16", "control"), ("bf16_null", "null"), ("a", "test"), ("b", "test"))
         for seed in (0, 1, 2)
     ]
-    first, second = (Stop("g", arm, 1, 2, seeds, "WORSE") for arm, seeds in (("a", (0,)), ("b", (0, 1))))
+    first, second = (Stop("g", arm, 1, 2, seeds, "WORSE", "d") for arm, seeds in (("a", (0,)), ("b", (0, 1))))
     assert dropped(places, []) == frozenset()
     assert dropped(places, [first]) == {"a1", "a2"}
     assert dropped(places, [first, second]) == {"a1", "a2", "b2", "bf162", "bf16_null2"}

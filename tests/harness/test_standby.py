@@ -195,6 +195,87 @@ def test_a_free_slot_of_another_gpu_does_not_wait(
     assert [(dirs[2] / f"attempt-{i}").read_text() for i in range(2)] == ["3", "5"]
 
 
+class Scripted(Job):
+    """A job without a process: it trains until it is told to end."""
+
+    ending = False
+
+    def _begin(self, slot: int, environment: Any, descriptors: Any) -> None:
+        self.slot, self.attempts = slot, self.attempts + 1
+
+    def go(self, slot: int) -> None:
+        self.slot, self.standby = slot, None
+
+    def withdraw(self) -> None:
+        self.standby, self.attempts = None, self.attempts - 1
+
+    def ends_within(self, seconds: float) -> bool:
+        return self.ending
+
+    @property
+    def pid(self) -> int:
+        return os.getpid()
+
+
+GIB = 2**30
+
+
+def launcher(out: Path, slots: int, *jobs: tuple[str, int]) -> launch.Launcher:
+    """Return a launcher of one device of 128 GiB; `jobs` are names and GiB."""
+    queue: list[Job] = [Scripted(out / name, 10, 1, gib * GIB) for name, gib in jobs]
+    return launch.Launcher(out, slots, ["0"], lambda _: None, queue, device_bytes=128 * GIB, depth="build")
+
+
+def end(own: launch.Launcher, *names: str) -> None:
+    own.running = [job for job in own.running if job.run_id not in names]
+    own._start_what_fits()
+    own._prepare_next()
+
+
+def names(jobs: list[Job]) -> list[str]:
+    return [job.run_id for job in jobs]
+
+
+def prepared(own: launch.Launcher) -> None:
+    """Have what runs be about to end, and the next ones start ahead."""
+    for job in own.running:
+        job.ending = True  # type: ignore[attr-defined]
+    own._prepare_next()
+
+
+def test_two_large_runs_in_standby_do_not_wait_for_each_other(tmp_path: Path) -> None:
+    own = launcher(tmp_path, 2, ("a", 40), ("b", 40), ("large", 128), ("larger", 140))
+    own._start_what_fits()
+    prepared(own)
+    assert names(own.standbys) == ["large", "larger"]
+    end(own, "a", "b")
+    assert (names(own.running), names(own.queue)) == (["large"], ["larger"])
+    end(own, "large")
+    assert names(own.running) == ["larger"]
+
+
+def test_nothing_overtakes_a_run_that_was_started_ahead(tmp_path: Path) -> None:
+    own = launcher(tmp_path, 2, ("a", 40), ("b", 40), ("large", 100), ("c", 40), ("d", 40))
+    own._start_what_fits()
+    prepared(own)
+    end(own, "a")
+    assert names(own.running) == ["b"]
+    end(own, "b")
+    assert names(own.running) == ["large"]
+    end(own, "large")
+    assert names(own.running) == ["c", "d"]
+
+
+def test_a_run_that_failed_in_standby_is_next_all_the_same(tmp_path: Path) -> None:
+    own = launcher(tmp_path, 1, ("a", 10), ("failed", 10), ("b", 10), ("c", 10))
+    own._start_what_fits()
+    own.queue[0].prepared_in_vain = True
+    prepared(own)
+    assert names(own.standbys) == ["b"]
+    end(own, "a")
+    assert (names(own.running), names(own.standbys), names(own.queue)) == (["failed"], ["b"], ["c"])
+
+
 def test_waiting_is_no_silence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr("fp8parity.jobs.time.monotonic", lambda: now[0])
