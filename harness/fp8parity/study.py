@@ -6,6 +6,7 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -28,6 +29,9 @@ from fp8parity_analysis.errors import BadInputError
 from fp8parity_analysis.json_files import read_json, write_json
 
 LOCK_FILE = ".lock"
+
+_OUR_DATA = re.compile(r"(\d+-)?(own|python-sources)-")
+"""How the names of packed token files begin, with a process id while they are written."""
 
 
 def criteria_of(matrix: Matrix) -> Criteria:
@@ -113,11 +117,18 @@ def _check_corpus(run: PlannedRun, path: Path) -> None:
         )
 
 
+def _is_left_by_us(entry: Path) -> bool:
+    """Whether `entry` is what a first run leaves that ended while it packed its data: it may be run again."""
+    if entry.name == schema.DATA_DIR and entry.is_dir():
+        return all(_OUR_DATA.match(path.name) for path in entry.iterdir())
+    return entry.name == LOCK_FILE
+
+
 def _check_same_study(matrix: Matrix, out: Path) -> dict[str, Any] | None:
     """Return the study already in `out`, or raise `UsageError` when it is another one."""
     path = out / schema.STUDY_FILE
     if not path.exists():
-        if out.exists() and any(entry.name != LOCK_FILE for entry in out.iterdir()):
+        if out.exists() and not all(_is_left_by_us(entry) for entry in out.iterdir()):
             raise UsageError(f"{out}: is not empty and holds no fp8parity study; use another --out directory")
         return None
     study = read_json(path)

@@ -77,6 +77,21 @@ def test_a_directory_of_something_else_is_refused(lay_out: LayOut, tmp_path: Pat
     assert [p.name for p in (tmp_path / "study").iterdir()] == ["thesis.tex"]
 
 
+def test_what_a_failed_packing_left_is_no_other_study(lay_out: LayOut, tmp_path: Path) -> None:
+    data = tmp_path / "study" / schema.DATA_DIR
+    data.mkdir(parents=True)
+    (tmp_path / "study" / study.LOCK_FILE).touch()
+    (data / "77-own-import-0123abcd.bin.tmp").touch()
+    lay_out()
+
+
+def test_a_data_folder_of_something_else_is_refused(lay_out: LayOut, tmp_path: Path) -> None:
+    (tmp_path / "study" / schema.DATA_DIR).mkdir(parents=True)
+    (tmp_path / "study" / schema.DATA_DIR / "measured.csv").write_text("precious")
+    with pytest.raises(UsageError, match="is not empty and holds no fp8parity study"):
+        lay_out()
+
+
 def test_other_packages_are_refused_before_anything_starts(lay_out: LayOut, tmp_path: Path) -> None:
     lay_out()
     (tmp_path / "study" / schema.ENVIRONMENT_FILE).write_text(json.dumps({"torch": "1.0", "torchao": "0.0"}))
