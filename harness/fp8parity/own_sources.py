@@ -28,6 +28,11 @@ IN_FINGERPRINT = ("torch", "torchao", "lightning", "triton")
 """Packages whose versions the environment's fingerprint holds already."""
 
 
+NOT_FROM_HERE = {"PYTHONSAFEPATH": "1"}
+"""Environment of every process that may import the user's code: `python -m` would also look in the current folder,
+which the command `fp8parity` does not, so what one finds the other might not."""
+
+
 @dataclass(frozen=True)
 class Sources:
     """`files`: sha256 by module name; `packages`: version by name of what they import beside the standard library."""
@@ -112,8 +117,8 @@ def _with_parents(name: str) -> list[str]:
 
 
 def search_path(root: Path) -> list[str]:
-    """Return where modules are looked for: beside the recipe file first."""
-    return [str(root), *(entry or "." for entry in sys.path)]
+    """Return where modules are looked for: beside the recipe file first, and never the current folder as such."""
+    return [str(root), *(entry for entry in sys.path if entry)]
 
 
 def sources_of(target: str, root: Path) -> Sources:

@@ -181,6 +181,29 @@ def test_dropout_of_a_configuration_is_refused_with_the_lines_to_write(read: Any
         read(hf(overrides={"attn_pdrop": 0.2}))
 
 
+def test_neither_planning_nor_the_inventory_looks_in_the_current_folder(
+    write_recipe: WriteRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = write_recipe(with_changes(own("current_bits:build"), precision={"keep": 3}))
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "current_bits.py").write_text("")
+    command = [sys.executable, "-m", "fp8parity", "plan", str(recipe)]
+    unset = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}
+    done = subprocess.run(
+        command, cwd=tmp_path / "here", env=unset, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 64
+    assert "there is no module 'current_bits'" in done.stderr
+
+    def run(command: list[str], *, env: dict[str, str], **options: Any) -> None:
+        assert env["PYTHONSAFEPATH"] == "1"
+        raise subprocess.TimeoutExpired(command, 1.0)
+
+    monkeypatch.setattr(model_preflight.subprocess, "run", run)
+    with pytest.raises(UsageError, match="building the model took more than"):
+        model_preflight._ask({})
+
+
 def test_planning_builds_the_model_in_another_process_and_imports_no_torch(
     write_recipe: WriteRecipe, own_root: Path, tmp_path: Path
 ) -> None:

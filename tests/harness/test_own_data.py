@@ -109,6 +109,17 @@ def test_what_fails_there_is_said_here(root: Path) -> None:
         token_file(spec("whole", kwargs={"m": 1}), root, root / "data")
 
 
+def test_the_current_folder_brings_no_modules(
+    root: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = tmp_path_factory.mktemp("here")
+    (here / "only_here_bits.py").write_text("")
+    (root / "own_token_bits.py").write_text(MODULE + "\nimport only_here_bits\n")
+    monkeypatch.chdir(here)
+    with pytest.raises(UsageError, match="ModuleNotFoundError: No module named 'only_here_bits'"):
+        token_file(spec(), root, root / "data")
+
+
 def test_another_source_is_another_file(root: Path) -> None:
     changed = spec().model_copy(update={"sources": {"own_token_bits": "1"}})
     assert file_name(changed) != file_name(spec())

@@ -87,6 +87,14 @@ def test_a_module_that_only_a_finder_knows_is_found(tmp_path: Path, monkeypatch:
     assert set(found.files) == {"using_bits", "editable_bits", "editable_bits.inner"}
 
 
+def test_the_current_folder_is_not_searched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path, here__current_bits="", recipe__beside_bits="")
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setattr(sys, "path", ["", *sys.path])
+    with pytest.raises(UsageError, match="there is no module 'current_bits'"):
+        sources_of("current_bits:build", tmp_path / "recipe")
+
+
 def test_a_missing_module_and_one_that_is_no_python_are_named(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="there is no module 'nowhere_bits'"):
         sources_of("nowhere_bits:build", tmp_path)
