@@ -11,7 +11,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -23,7 +23,7 @@ from fp8parity.faults import Fault
 from fp8parity.jobs import Job, RunState, job_of
 from fp8parity.ledger import LAUNCHED, STANDBY, STANDBY_LIMITED, STOPPED_EARLY, WITHDRAWN, ledger_line
 from fp8parity.memory import PROCESS_BYTES
-from fp8parity.process import PARENT_PID, start_ticks
+from fp8parity.process import PARENT_PID, start_ticks, stopping_with
 from fp8parity.progress import stage_of
 from fp8parity.standby import Depth
 from fp8parity_analysis import schema
@@ -289,7 +289,7 @@ class Launcher:
             raise
 
     def _run(self) -> None:
-        with self._signals():
+        with stopping_with(self._note_signal):
             while self.queue or self.running or self.standbys:
                 self._drop_unwanted()
                 self._start_what_fits()
@@ -301,17 +301,8 @@ class Launcher:
                     raise InterruptedRunError("stopped; run the same command again to resume")
                 time.sleep(POLL_SECONDS)
 
-    @contextlib.contextmanager
-    def _signals(self) -> Iterator[None]:
-        def note(number: int, frame: FrameType | None) -> None:
-            self.stopping = True
-
-        before = {s: signal.signal(s, note) for s in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+    def _note_signal(self, number: int, frame: FrameType | None) -> None:
+        self.stopping = True
 
     def _stop(self) -> None:
         self.stopping = True

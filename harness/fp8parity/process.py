@@ -10,9 +10,10 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 
 from fp8parity.errors import InterruptedRunError
 
@@ -54,6 +55,17 @@ def _end_after(parent: int) -> None:
         time.sleep(WATCH_SECONDS)
     time.sleep(GRACE_SECONDS)
     os._exit(InterruptedRunError.exit_code)
+
+
+@contextmanager
+def stopping_with(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Have `handler` take SIGINT and SIGTERM; afterwards whoever took them before."""
+    before = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, previous in before.items():
+            signal.signal(number, previous)
 
 
 @contextmanager

@@ -9,12 +9,11 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from types import FrameType
 from typing import Literal, cast, get_args
 
 from fp8parity.errors import InterruptedRunError
+from fp8parity.process import stopping_with
 from fp8parity.progress import Heartbeat
 
 Depth = Literal["build", "prove"]
@@ -57,7 +56,7 @@ class Gate:
         self.depth = None
         heartbeat.enter("standby")
         began = time.perf_counter()
-        with _signals_interrupt():
+        with stopping_with(_interrupt):
             word = os.read(self._descriptor, 1)
         os.close(self._descriptor)
         if word != GO:
@@ -66,17 +65,7 @@ class Gate:
         heartbeat.enter(after)
 
 
-@contextmanager
-def _signals_interrupt() -> Iterator[None]:
-    """Let SIGTERM and SIGINT end the wait: a handler that only takes note would leave the read waiting."""
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        name = signal.Signals(number).name
-        raise InterruptedRunError(f"{name} received in standby; run the same command again to resume")
-
-    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    """End the wait: a handler that only takes note would leave the read waiting."""
+    name = signal.Signals(number).name
+    raise InterruptedRunError(f"{name} received in standby; run the same command again to resume")

@@ -46,7 +46,7 @@ LANES = 512
 GROUPS = 1024
 """Scaling groups of one program."""
 
-HEADROOM = 48
+HEADROOM = tl.constexpr(48)
 """Errors are counted in units of 2^-48 of the tensor's amax: the sum of 2^14 squares stays below 2^127."""
 
 INFINITY_BITS = tl.constexpr(0x7F800000)
@@ -234,7 +234,7 @@ def _group_kernel(
     normal = tl.full([BLOCK_GROUPS], TINY - SMALLEST / 2, tl.float32).to(tl.int32, bitcast=True)
     nothing_below = tl.where(poisoned, 0, tl.where(vanished, INFINITY_BITS, half + 1))
     normal_from = tl.where(poisoned, 0, tl.where(vanished, INFINITY_BITS, normal))
-    back = 2.0**48 / (factor.to(tl.float64) * tensor_unit.to(tl.float64))
+    back = 2.0**HEADROOM / (factor.to(tl.float64) * tensor_unit.to(tl.float64))
     stride = tl.cast(groups, tl.int64)
     tl.store(group_ptr + index, factor, mask=known)
     tl.store(group_ptr + stride + index, nothing_below.to(tl.float32, bitcast=True), mask=known)
@@ -457,7 +457,7 @@ def _finish_kernel(
         here = group_part_ptr + (2 + third[:, None]) * group_programs + at[None, :]
         peaks = tl.maximum(peaks, tl.load(here, mask=wanted, other=float("-inf")))
     unit, _ = _power_of_two_near(tl.load(peaks_ptr).to(tl.float32))
-    unit = unit.to(tl.float64) * 2.0**-48
+    unit = unit.to(tl.float64) * 2.0 ** (-HEADROOM)
     sums = tl.sum(total, 1)
     sums = tl.where((which == 3) | (which == 5), sums * unit, sums)
     sums = tl.where((which == 4) | (which == 6), sums * unit * unit, sums)

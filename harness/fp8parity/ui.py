@@ -18,6 +18,7 @@ from pathlib import Path
 from types import FrameType
 
 from fp8parity.errors import Fp8ParityError
+from fp8parity.process import stopping_with
 from fp8parity_analysis.mlflow_mirror import MirrorResult, mirror
 from fp8parity_analysis.mlflow_sink import QUIET, artifacts_beside
 from fp8parity_analysis.mlflow_view import chart_path, table_path
@@ -110,12 +111,8 @@ def until_signal() -> None:
     def note(number: int, frame: FrameType | None) -> None:
         stopped.set()
 
-    before = {s: signal.signal(s, note) for s in (signal.SIGINT, signal.SIGTERM)}
-    try:
+    with stopping_with(note):
         stopped.wait()
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def show(
