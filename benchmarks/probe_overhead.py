@@ -1,6 +1,6 @@
 """What does a probe cost? Training time, memory bandwidth of the kernels, peak memory, and each what-if recipe.
 
-    python benchmarks/probe_overhead.py [--json FILE]          # one CUDA GPU, about 3 minutes
+    python benchmarks/probe_overhead.py [--json FILE]          # one CUDA GPU, more than 4 minutes
     python benchmarks/probe_overhead.py --tiny                 # CPU, a minute: the same path on a toy, no limits
 
 Every figure is a ratio within this run: a probe over the median training step of the same model just before, a kernel's
