@@ -1,24 +1,16 @@
 """The calibration benchmark at a tenth of its size, and planted faults that it must notice."""
 
-import importlib.util
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from fp8parity_analysis import paired, trajectory
 
-PATH = Path(__file__).parent.parent.parent / "benchmarks" / "calibration.py"
-
 
 @pytest.fixture(scope="module")
-def calibration():
-    spec = importlib.util.spec_from_file_location("calibration", PATH)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["calibration"] = module
-    spec.loader.exec_module(module)
-    return module
+def calibration(load_benchmark):
+    return load_benchmark("calibration")
 
 
 def test_every_line_lies_within_its_limits(calibration):

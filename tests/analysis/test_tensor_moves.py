@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from pathlib import Path
+from collections.abc import Callable
 from types import ModuleType
 
 import numpy as np
@@ -90,16 +88,9 @@ def test_a_pair_that_was_never_measured_has_no_score() -> None:
 
 
 @pytest.fixture(scope="module")
-def benchmark() -> ModuleType:
+def benchmark(load_benchmark: Callable[[str], ModuleType]) -> ModuleType:
     pytest.importorskip("fp8parity.tensor_alerts")
-    path = Path(__file__).parents[2] / "benchmarks" / "early_warning.py"
-    spec = importlib.util.spec_from_file_location("early_warning", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
+    return load_benchmark("early_warning")
 
 
 SEEN_AT_ONCE = {

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
-import sys
-from pathlib import Path
+from collections.abc import Callable
 from types import ModuleType
 
 import numpy as np
@@ -19,20 +17,14 @@ from fp8parity_analysis.tensor_tests import FDR, adjusted, screen, too_quiet
 SCREENS = 250
 
 
-def benchmark() -> ModuleType:
-    path = Path(__file__).parents[2] / "benchmarks" / "tensor_fdr.py"
-    spec = importlib.util.spec_from_file_location("tensor_fdr", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
+@pytest.fixture
+def benchmark(load_benchmark: Callable[[str], ModuleType]) -> ModuleType:
+    return load_benchmark("tensor_fdr")
 
 
 @pytest.mark.parametrize(("seeds", "nulls"), [(3, 0), (5, 0), (8, 0), (3, 8), (5, 8), (8, 8)])
-def test_rates_of_the_screen(seeds: int, nulls: int) -> None:
-    found = benchmark().rates(seeds, nulls, SCREENS, seed=1)
+def test_rates_of_the_screen(benchmark: ModuleType, seeds: int, nulls: int) -> None:
+    found = benchmark.rates(seeds, nulls, SCREENS, seed=1)
     assert found.problems() == []
 
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -254,15 +253,9 @@ def test_the_launcher_starts_nothing_that_is_not_wanted_any_more(
     assert not (dirs[2] / "begun").exists()
 
 
-def test_the_error_rates_stay_as_declared() -> None:
+def test_the_error_rates_stay_as_declared(load_benchmark: Callable[[str], ModuleType]) -> None:
     """A small form of benchmarks/early_stopping.py, at the margin, where they are largest."""
-    path = Path(__file__).parents[2] / "benchmarks" / "early_stopping.py"
-    spec = importlib.util.spec_from_file_location("early_stopping", path)
-    assert spec is not None
-    assert spec.loader is not None
-    bench = importlib.util.module_from_spec(spec)
-    sys.modules["early_stopping"] = bench
-    spec.loader.exec_module(bench)
+    bench = load_benchmark("early_stopping")
     rows = [bench.row(gap, "bonferroni", 200) for gap in (0.0025, 0.005)]
     assert [row.excess() for row in rows] == [[], []]
     assert rows[0].fail > 0  # it was put to the test

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import random
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,15 +16,8 @@ from .conftest import passed_selftest
 
 
 @pytest.fixture(scope="module")
-def faults() -> ModuleType:
-    path = Path(__file__).parents[2] / "benchmarks" / "launcher_faults.py"
-    spec = importlib.util.spec_from_file_location("launcher_faults", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["launcher_faults"] = module
-    spec.loader.exec_module(module)
-    return module
+def faults(load_benchmark: Callable[[str], ModuleType]) -> ModuleType:
+    return load_benchmark("launcher_faults")
 
 
 def train_here(recipe: Path, out: Path) -> None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -12,37 +11,25 @@ from typing import Any
 import pytest
 import torch
 
-FOLDER = Path(__file__).parent.parent.parent / "benchmarks"
 
-
-def load(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
+@pytest.fixture(scope="module")
+def timing(load_benchmark: Callable[[str], ModuleType]) -> ModuleType:
+    return load_benchmark("gpu_timing")
 
 
 @pytest.fixture(scope="module")
-def timing() -> ModuleType:
-    return load("gpu_timing")
+def arms(load_benchmark: Callable[[str], ModuleType], timing: ModuleType) -> ModuleType:
+    return load_benchmark("throughput_arms")
 
 
 @pytest.fixture(scope="module")
-def arms(timing: ModuleType) -> ModuleType:
-    return load("throughput_arms")
+def throughput_runner(load_benchmark: Callable[[str], ModuleType], arms: ModuleType) -> ModuleType:
+    return load_benchmark("throughput_runner")
 
 
 @pytest.fixture(scope="module")
-def throughput_runner(arms: ModuleType) -> ModuleType:
-    return load("throughput_runner")
-
-
-@pytest.fixture(scope="module")
-def throughput(throughput_runner: ModuleType) -> ModuleType:
-    return load("throughput")
+def throughput(load_benchmark: Callable[[str], ModuleType], throughput_runner: ModuleType) -> ModuleType:
+    return load_benchmark("throughput")
 
 
 def test_ratio_is_the_median_over_rounds(timing: ModuleType) -> None:
