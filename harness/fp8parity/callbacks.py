@@ -101,13 +101,27 @@ class HeldOutEvaluator(L.Callback):
         self._twin: torch.nn.Module | None = None
         self._done = 0
 
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Build the twin once the parameters are where they stay."""
-        assert isinstance(pl_module, LMModule)
-        self.rows = self.rows.to(pl_module.device)
-        self._done = trainer.global_step
+    def prepare(self, trainer: L.Trainer, module: LMModule) -> None:
+        """Build the twin once the parameters are where they stay; compile what evaluates, where blocks are compiled.
+
+        Otherwise the first evaluation would compile in the midst of training, in the slot's time. Changes nothing.
+        """
+        self.rows = self.rows.to(module.device)
         spec = self.recorder.spec
-        self._twin = pl_module.decoder if spec.precision.is_bf16 else bf16_twin(pl_module.decoder, spec)
+        self._twin = module.decoder if spec.precision.is_bf16 else bf16_twin(module.decoder, spec)
+        if spec.train.compile == "off":
+            return
+        context: Callable[[], Any] = trainer.precision_plugin.forward_context
+        parts = self.rows.split(self._rows_per_batch)
+        own = not isinstance(spec.model, ModelSpec)
+        with leaving_no_trace(module.decoder) if own else nullcontext():
+            for model in {self._twin, module.decoder}:
+                for part in {part.shape: part for part in parts}.values():  # the last one may be shorter
+                    held_out_loss(model, part, self._rows_per_batch, context)
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Do not evaluate again where a checkpoint was evaluated."""
+        self._done = trainer.global_step
 
     def on_train_batch_end(
         self,
@@ -128,10 +142,15 @@ class HeldOutEvaluator(L.Callback):
         self.recorder.writer.append_evals(self._evaluate(trainer, pl_module, step))
         self.recorder.restart_clock()
 
+    @property
+    def _rows_per_batch(self) -> int:
+        train = self.recorder.spec.train
+        return max(1, train.batch_size // train.accumulate)
+
     def _evaluate(self, trainer: L.Trainer, module: LMModule, step: int) -> list[dict[str, Any]]:
         assert self._twin is not None
         context: Callable[[], Any] = trainer.precision_plugin.forward_context
-        rows_per_batch = max(1, self.recorder.spec.train.batch_size // self.recorder.spec.train.accumulate)
+        rows_per_batch = self._rows_per_batch
         in_bf16 = held_out_loss(self._twin, self.rows, rows_per_batch, context)
         own = (
             in_bf16
@@ -142,6 +161,18 @@ class HeldOutEvaluator(L.Callback):
             {"step": step, "split": schema.HELD_OUT, "eval_precision": name, "loss": loss}
             for name, loss in ((schema.EVAL_BF16, in_bf16), (schema.EVAL_ARM, own))
         ]
+
+
+class EvaluatorBeforeTraining(L.Callback):
+    """Prepares the evaluator while there is no slot to be waited for; stands before `StandbyBeforeTraining`."""
+
+    def __init__(self, evaluator: HeldOutEvaluator) -> None:
+        self.evaluator = evaluator
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Prepare it; the parameters are on their device."""
+        assert isinstance(pl_module, LMModule)
+        self.evaluator.prepare(trainer, pl_module)
 
 
 class NonFiniteGuard(L.Callback):

@@ -24,6 +24,7 @@ from pydantic import ValidationError
 
 from fp8parity import environment
 from fp8parity.callbacks import (
+    EvaluatorBeforeTraining,
     HeldOutEvaluator,
     LifeSigns,
     NonFiniteGuard,
@@ -276,6 +277,7 @@ def _trainer(session: _Session) -> L.Trainer:
     callbacks: list[L.Callback] = [
         LifeSigns(session.heartbeat),
         session.proof,
+        EvaluatorBeforeTraining(session.evaluator),
         StandbyBeforeTraining(session.gate, session.heartbeat),
         session.recorder,
         session.evaluator,

@@ -36,11 +36,17 @@ ROWS = 8
 """Rows that are taken at a time: with 128 columns 8 bf16 elements, one load, for each of 128 threads."""
 
 WARPS = 4
-REGISTERS = 80
-"""Per thread of the second pass, which is short of threads that wait for memory, not of registers."""
 
-MORE_REGISTERS = 128
-"""Where each thread holds a scale per column, or looks for saturation too."""
+VECTOR = 8
+"""Elements of a row that a thread loads at once."""
+
+REGISTERS = (64, 80, 64)
+"""Per thread of the second pass, by AXIS: fewer make room for more threads, which hide each other's waits.
+
+Where the scale changes with the column, a thread holds one for each of its columns."""
+
+STALE_REGISTERS = 128
+"""With a scale that is not of the present amax a thread looks for saturation too, and for groups that vanish."""
 
 LANES = 512
 GROUPS = 1024
@@ -48,6 +54,9 @@ GROUPS = 1024
 
 HEADROOM = tl.constexpr(48)
 """Errors are counted in units of 2^-48 of the tensor's amax: the sum of 2^14 squares stays below 2^127."""
+
+STEEP = tl.constexpr(60)
+"""fp32 numbers near the thresholds of a code are 2^-41 apart or more: 2^60 times that is above 1."""
 
 INFINITY_BITS = tl.constexpr(0x7F800000)
 """Of fp32. The bits of numbers that are not negative are ordered as the numbers, NaN beyond infinity."""
@@ -57,7 +66,6 @@ SMALL_BITS = tl.constexpr((127 - 40) << 23)
 """Of 2^50 and 2^-40. Between them the squares of a tile's elements are summed as they are: 2^14 of them stay finite,
 and those that vanish, below 2^-126, are nothing beside that of the largest."""
 
-_SMALLEST: dict[Format, float] = {"e4m3fn": 2.0**-9, "e5m2": 2.0**-16}
 _MANTISSA: dict[Format, int] = {"e4m3fn": 3, "e5m2": 2}
 
 
@@ -68,6 +76,13 @@ def _power_of_two_near(value):
     exponent = tl.minimum(tl.maximum(exponent, 1), 253)
     unit = (exponent << 23).to(tl.float32, bitcast=True)
     return unit, ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _thresholds(TINY: tl.constexpr, MANTISSA: tl.constexpr):
+    """Return below what a scaled value has the code 0, and below what none of a normal number, for `_is_below`."""
+    half: tl.constexpr = TINY / 2 ** (MANTISSA + 1)
+    return half * (1 + 2**-23) * 2.0**STEEP, (TINY - half) * 2.0**STEEP
 
 
 @triton.jit
@@ -97,8 +112,14 @@ def _bits(place, r, c, rows, columns, edge):
 
 
 @triton.jit
-def _add_and_least(a0, a1, a2, a3, b0, b1, b2, b3):
-    return a0 + b0, a1 + b1, a2 + b2, tl.minimum(a3, b3)
+def _per_thread(value, VECTOR: tl.constexpr):
+    """Add up what lies next to each other: [R, C] to [R, C / VECTOR], within a thread."""
+    return tl.sum(tl.reshape(value, value.shape[0], value.shape[1] // VECTOR, VECTOR), 2)
+
+
+@triton.jit
+def _add_and_least(a0, a1, a2, b0, b1, b2):
+    return a0 + b0, a1 + b1, tl.minimum(a2, b2)
 
 
 @triton.jit
@@ -120,6 +141,7 @@ def _magnitude_kernel(
     column_tiles,
     CHUNK: tl.constexpr,
     TILE: tl.constexpr,
+    VECTOR: tl.constexpr,
 ):
     """Reduce one TILE x TILE tile: its maxima along both axes (inf where not finite) and six sums and peaks."""
     program = tl.program_id(0)
@@ -130,10 +152,9 @@ def _magnitude_kernel(
     start += (tile_column * TILE).to(tl.int64) * column_stride
     place = row[:, None] * row_stride + column[None, :] * column_stride
     edge = ((tile_row + 1) * TILE > rows) | ((tile_column + 1) * TILE > columns)
-    none = tl.zeros([CHUNK, TILE], tl.int32)
-    top, nonzero = none, none
-    least = none + INFINITY_BITS
-    total = tl.zeros([CHUNK, TILE], tl.float32)
+    top = tl.zeros([CHUNK, TILE], tl.int32)
+    least = tl.full([CHUNK, TILE // VECTOR], INFINITY_BITS, tl.int32)
+    total = tl.zeros([CHUNK, TILE // VECTOR], tl.float32)
     squares = total
     raw = _chunk(start + place, tile_row * TILE + row, c, rows, columns, edge)
     for first in tl.range(0, TILE, CHUNK):
@@ -147,42 +168,43 @@ def _magnitude_kernel(
         row_top = tl.minimum(tl.max(bits, 1), INFINITY_BITS).to(tl.float32, bitcast=True)
         tl.store(along_rows_ptr + r.to(tl.int64) * column_tiles + tile_column, row_top, mask=r < rows)
         top = tl.maximum(top, bits)
-        nonzero += tl.minimum(bits, 1)
-        least = tl.minimum(least, bits)
-        total += size
-        squares += size * size
+        least = tl.minimum(least, tl.min(tl.reshape(bits, CHUNK, TILE // VECTOR, VECTOR), 2))
+        total += _per_thread(size, VECTOR)
+        squares += _per_thread(size * size, VECTOR)
     column_top = tl.max(top, 0)
     highest = tl.max(column_top, 0)
     column_top = tl.minimum(column_top, INFINITY_BITS).to(tl.float32, bitcast=True)
     tl.store(along_columns_ptr + tile_row.to(tl.int64) * columns + c, column_top, mask=c < columns)
-    sum_abs, sum_square, count, smallest = tl.reduce((total, squares, nonzero, least), None, _add_and_least)
+    sum_abs, sum_square, smallest = tl.reduce((total, squares, least), None, _add_and_least)
     unit = 1.0
-    bad = highest * 0
+    bad, zeros = highest * 0, highest * 0
     if (smallest == 0) | (highest >= LARGE_BITS) | (highest < SMALL_BITS):
         # Zeros, or squares that may leave the range of fp32: once more, slowly, in units of the largest element.
         highest, smallest = bad, bad + INFINITY_BITS
+        zeros += tl.minimum(rows - tile_row * TILE, TILE) * tl.minimum(columns - tile_column * TILE, TILE)
         for first in tl.range(0, TILE, CHUNK):
             r = tile_row * TILE + first + row
             here = start + tl.cast(first, tl.int64) * row_stride
             bits = _bits(here + place, r, c, rows, columns, edge)
             finite = bits < INFINITY_BITS
+            zeros -= tl.sum(tl.minimum(bits, 1))  # outside the tensor there is nothing but 0
             bad += tl.sum((finite == 0).to(tl.int32))
             highest = tl.maximum(highest, tl.max(tl.where(finite, bits, 0)))
             smallest = tl.minimum(smallest, tl.min(tl.where(bits > 0, bits, INFINITY_BITS)))
         unit, inverse = _power_of_two_near(highest.to(tl.float32, bitcast=True))
-        total, squares = tl.zeros([CHUNK, TILE], tl.float32), tl.zeros([CHUNK, TILE], tl.float32)
+        total = tl.zeros([CHUNK, TILE // VECTOR], tl.float32)
+        squares = total
         for first in tl.range(0, TILE, CHUNK):
             r = tile_row * TILE + first + row
             here = start + tl.cast(first, tl.int64) * row_stride
             bits = _bits(here + place, r, c, rows, columns, edge)
             near_one = tl.where(bits < INFINITY_BITS, bits, 0).to(tl.float32, bitcast=True) * inverse
-            total += near_one
-            squares += near_one * near_one
+            total += _per_thread(near_one, VECTOR)
+            squares += _per_thread(near_one * near_one, VECTOR)
         sum_abs, sum_square = tl.sum(total), tl.sum(squares)
     wide = tl.cast(unit, tl.float64)
-    elements = tl.minimum(rows - tile_row * TILE, TILE) * tl.minimum(columns - tile_column * TILE, TILE)
     part = part_ptr + program.to(tl.int64) * 6
-    tl.store(part + 0, (elements - count).to(tl.float64))
+    tl.store(part + 0, zeros.to(tl.float64))
     tl.store(part + 1, bad.to(tl.float64))
     tl.store(part + 2, sum_abs.to(tl.float64) * wide)
     tl.store(part + 3, sum_square.to(tl.float64) * wide * wide)
@@ -204,13 +226,13 @@ def _group_kernel(
     JITTER: tl.constexpr,
     FLOOR: tl.constexpr,
     LARGEST: tl.constexpr,
-    SMALLEST: tl.constexpr,
     TINY: tl.constexpr,
+    MANTISSA: tl.constexpr,
     BLOCK_GROUPS: tl.constexpr,
 ):
     """Prepare scaling groups for the second pass: factor, thresholds and unit of each; what `assembled` counts.
 
-    Thresholds are the bits of fp32 numbers: from 0 a poisoned group counts nothing, up to infinity a vanished one all.
+    Thresholds are those of `_is_below`: from 0 a poisoned group counts nothing, up to infinity a vanished one all.
     """
     program = tl.program_id(0)
     index = program * BLOCK_GROUPS + tl.arange(0, BLOCK_GROUPS)
@@ -227,19 +249,18 @@ def _group_kernel(
     tensor_unit, tensor_inverse = _power_of_two_near(tl.load(peaks_ptr).to(tl.float32))
     poisoned = (amax < float("inf")) == 0
     # a group that vanishes whole may be too small for its squares: it is measured by a scale of its own
-    vanished = (amax * scale <= SMALLEST / 2) & (poisoned == 0)
+    vanished = (amax * scale <= TINY / 2 ** (MANTISSA + 1)) & (poisoned == 0)
     _, own = _power_of_two_near(amax)
     factor = tl.where(poisoned, tensor_inverse, tl.where(vanished, own, scale))
-    half = tl.full([BLOCK_GROUPS], SMALLEST / 2, tl.float32).to(tl.int32, bitcast=True)
-    normal = tl.full([BLOCK_GROUPS], TINY - SMALLEST / 2, tl.float32).to(tl.int32, bitcast=True)
-    nothing_below = tl.where(poisoned, 0, tl.where(vanished, INFINITY_BITS, half + 1))
-    normal_from = tl.where(poisoned, 0, tl.where(vanished, INFINITY_BITS, normal))
+    half, normal = _thresholds(TINY, MANTISSA)
+    nothing_below = tl.where(poisoned, 0.0, tl.where(vanished, float("inf"), half))
+    normal_from = tl.where(poisoned, 0.0, tl.where(vanished, float("inf"), normal))
     back = 2.0**HEADROOM / (factor.to(tl.float64) * tensor_unit.to(tl.float64))
     stride = tl.cast(groups, tl.int64)
     tl.store(group_ptr + index, factor, mask=known)
-    tl.store(group_ptr + stride + index, nothing_below.to(tl.float32, bitcast=True), mask=known)
-    tl.store(group_ptr + stride * 2 + index, normal_from.to(tl.float32, bitcast=True), mask=known)
-    tl.store(group_ptr + stride * 3 + index, back.to(tl.float32), mask=known)
+    tl.store(group_ptr + stride + index, back.to(tl.float32), mask=known)
+    tl.store(group_ptr + stride * 2 + index, nothing_below, mask=known)
+    tl.store(group_ptr + stride * 3 + index, normal_from, mask=known)
     live = known & (amax > 0) & (poisoned == 0)
     none = float("-inf")
     tl.store(part_ptr + program, tl.sum((known & (amax == 0)).to(tl.int32)).to(tl.float64))
@@ -250,19 +271,50 @@ def _group_kernel(
 
 
 @triton.jit
-def _load_groups(group_ptr, at, held, stride, MASKED: tl.constexpr):
-    """Return factor, both thresholds and unit of scaling groups; a group that is not held counts nothing."""
+def _is_below(value, threshold):
+    """Return 1.0 where value < threshold * 2^-STEEP, else 0.0: a product and sum, rounded once, cut to [0, 1].
+
+    One instruction of the units that multiply, which have time: a comparison goes to those that are short of it.
+    """
+    return tl.inline_asm_elementwise(
+        "fma.rn.sat.f32 $0, $1, $2, $3;",
+        "=f,f,f,f",
+        [value, -(2.0**STEEP), threshold],
+        dtype=tl.float32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
+def _load_groups(
+    group_ptr,
+    at,
+    held,
+    stride,
+    MASKED: tl.constexpr,
+    ORDINARY: tl.constexpr,
+    TINY: tl.constexpr,
+    MANTISSA: tl.constexpr,
+):
+    """Return factor, unit and both thresholds of scaling groups; a group that is not held counts nothing.
+
+    ORDINARY: none is poisoned or vanished, so that all have the same thresholds.
+    """
     if MASKED:
         factor = tl.load(group_ptr + at, mask=held, other=1.0)
-        nothing_below = tl.load(group_ptr + stride + at, mask=held, other=0.0)
-        normal_from = tl.load(group_ptr + stride * 2 + at, mask=held, other=0.0)
-        back = tl.load(group_ptr + stride * 3 + at, mask=held, other=0.0)
+        back = tl.load(group_ptr + stride + at, mask=held, other=0.0)
+        nothing_below = tl.load(group_ptr + stride * 2 + at, mask=held, other=0.0)
+        normal_from = tl.load(group_ptr + stride * 3 + at, mask=held, other=0.0)
     else:
         factor = tl.load(group_ptr + at)
-        nothing_below = tl.load(group_ptr + stride + at)
-        normal_from = tl.load(group_ptr + stride * 2 + at)
-        back = tl.load(group_ptr + stride * 3 + at)
-    return factor, nothing_below.to(tl.int32, bitcast=True), normal_from.to(tl.int32, bitcast=True), back
+        back = tl.load(group_ptr + stride + at)
+        if ORDINARY:
+            nothing_below, normal_from = _thresholds(TINY, MANTISSA)
+        else:
+            nothing_below = tl.load(group_ptr + stride * 2 + at)
+            normal_from = tl.load(group_ptr + stride * 3 + at)
+    return factor, back, nothing_below, normal_from
 
 
 @triton.jit
@@ -287,34 +339,32 @@ def _cast_tile(
     OVERFLOW: tl.constexpr,
     CHUNK: tl.constexpr,
     TILE: tl.constexpr,
+    VECTOR: tl.constexpr,
 ):
     """Cast a tile; return its three counts and four sums."""
     row, column = tl.arange(0, CHUNK), tl.arange(0, TILE)
     c = tile_column * TILE + column
     place = row[:, None] * row_stride + column[None, :] * column_stride
-    nothing = tl.zeros([CHUNK, TILE], tl.float32)
-    none = tl.zeros([CHUNK, TILE], tl.int32)
+    # what a thread loads at once it adds up at once: one register per sum, not eight
+    nothing = tl.zeros([CHUNK, TILE // VECTOR], tl.float32)
     error_sum, error_squares, lost_sum, lost_squares = nothing, nothing, nothing, nothing
-    unders, lows, zeros, saturated = none, none, none, none
+    unders, lows, zeros, saturated = nothing, nothing, nothing, nothing
     stride = tl.cast(groups, tl.int64)
     # what does not change from chunk to chunk is loaded once
     if AXIS == 1:
         stride *= columns
         at = ((tile_row * group_row_stride).to(tl.int64) * columns + c)[None, :]
-        factor, nothing_below, normal_from, back = _load_groups(
-            group_ptr, at, (c < columns)[None, :], stride, CAREFUL
-        )
-    if AXIS == 2:
+        held = (c < columns)[None, :]
+    elif AXIS == 2:
         at = (row * 0 + (tile_row * group_row_stride + tile_column * group_column_stride))[:, None]
-        factor, nothing_below, normal_from, back = _load_groups(
-            group_ptr, at, (row >= 0)[:, None], stride, False
-        )
-    if AXIS == 0:
-        first_rows = tile_row * TILE + row
-        at = (first_rows.to(tl.int64) * group_row_stride + tile_column * group_column_stride)[:, None]
-        factor, nothing_below, normal_from, back = _load_groups(
-            group_ptr, at, (first_rows < rows)[:, None], stride, CAREFUL
-        )
+        held = (row >= 0)[:, None]
+    else:
+        r = tile_row * TILE + row
+        at = (r.to(tl.int64) * group_row_stride + tile_column * group_column_stride)[:, None]
+        held = (r < rows)[:, None]
+    factor, back, nothing_below, normal_from = _load_groups(
+        group_ptr, at, held, stride, CAREFUL, FRESH and not CAREFUL, TINY, MANTISSA
+    )
     raw = _chunk(start + place, tile_row * TILE + row, c, rows, columns, CAREFUL)
     for first in tl.range(0, TILE, CHUNK):
         size = tl.abs(raw.to(tl.float32))
@@ -324,37 +374,49 @@ def _cast_tile(
         after = tl.minimum(first + CHUNK, TILE - CHUNK)
         r = tile_row * TILE + after + row
         raw = _chunk(start + tl.cast(after, tl.int64) * row_stride + place, r, c, rows, columns, CAREFUL)
-        # neither poisoned nor vanished: those keep no code
-        live = (nothing_below > 0) & (nothing_below < INFINITY_BITS)
 
         scaled = size * factor
         if FRESH:
             code = _rounded(scaled, TINY, MANTISSA)
-            error = tl.abs(scaled - code * live.to(tl.float32)) * back
+            far = scaled
         else:
             code = _rounded(tl.minimum(scaled, LARGEST), TINY, MANTISSA)
             # what a stale scale sends far beyond the range: its squares stay finite
-            error = tl.abs(tl.minimum(scaled, 1e18) - code * live.to(tl.float32)) * back
-            saturated += (scaled > tl.where(live, OVERFLOW, float("inf"))).to(tl.int32)
-        bits = scaled.to(tl.int32, bitcast=True)
-        # -1 where the code is 0, that of a zero too; no predicate to be kept
-        under = (bits - nothing_below) >> 31
-        if CAREFUL:
-            zeros -= ((size == 0) & (nothing_below > 0)).to(tl.int32)
-        unders += under
-        lows += (bits - normal_from) >> 31
-        lost = (error.to(tl.int32, bitcast=True) & under).to(tl.float32, bitcast=True)  # all of it is error
-        error_sum += error
-        error_squares += error * error
-        lost_sum += lost
-        lost_squares += lost * lost
+            far = tl.minimum(scaled, 1e18)
+        if CAREFUL or not FRESH:
+            # neither poisoned nor vanished: those keep no code
+            live = (nothing_below > 0) & (nothing_below < float("inf"))
+            code *= live.to(tl.float32)
+            if not FRESH:
+                saturated += _per_thread(
+                    (scaled > tl.where(live, OVERFLOW, float("inf"))).to(tl.float32), VECTOR
+                )
+            if CAREFUL:
+                zeros += _per_thread(((size == 0) & (nothing_below > 0)).to(tl.float32), VECTOR)
+        error = tl.abs(far - code)
+        if AXIS == 1:
+            error *= back
+        under = _is_below(scaled, nothing_below)  # a zero too
+        lost = error * under  # all of it is error
+        unders += _per_thread(under, VECTOR)
+        lows += _per_thread(_is_below(scaled, normal_from), VECTOR)
+        if AXIS == 1:
+            error_sum += _per_thread(error, VECTOR)
+            error_squares += _per_thread(error * error, VECTOR)
+            lost_sum += _per_thread(lost, VECTOR)
+            lost_squares += _per_thread(lost * error, VECTOR)
+        else:
+            error_sum += _per_thread(error, VECTOR) * back
+            error_squares += _per_thread(error * error, VECTOR) * back * back
+            lost_sum += _per_thread(lost, VECTOR) * back
+            lost_squares += _per_thread(lost * error, VECTOR) * back * back
         if AXIS == 0:
             at = (r.to(tl.int64) * group_row_stride + tile_column * group_column_stride)[:, None]
-            factor, nothing_below, normal_from, back = _load_groups(
-                group_ptr, at, (r < rows)[:, None], stride, CAREFUL
+            factor, back, nothing_below, normal_from = _load_groups(
+                group_ptr, at, (r < rows)[:, None], stride, CAREFUL, FRESH and not CAREFUL, TINY, MANTISSA
             )
     # what is not careful saw no zero; what is fresh saturates nowhere
-    zero, high = 0, 0
+    zero, high = 0.0, 0.0
     if CAREFUL:
         zero = tl.sum(zeros)
     if not FRESH:
@@ -362,7 +424,7 @@ def _cast_tile(
     under, low, error_abs, error_square, lost_abs, lost_square = tl.reduce(
         (unders, lows, error_sum, error_squares, lost_sum, lost_squares), None, _add
     )
-    return zero - under, under - low, high, error_abs, error_square, lost_abs, lost_square
+    return under - zero, low - under, high, error_abs, error_square, lost_abs, lost_square
 
 
 @triton.jit(
@@ -389,32 +451,36 @@ def _cast_kernel(
     LARGEST: tl.constexpr,
     TINY: tl.constexpr,
     OVERFLOW: tl.constexpr,
+    ORDINARY: tl.constexpr,
     CHUNK: tl.constexpr,
     TILE: tl.constexpr,
+    VECTOR: tl.constexpr,
 ):
     """Cast one TILE x TILE tile and reduce what that does to it: three counts and four sums.
 
     Within the tile the scale changes with the row (AXIS 0), with the column (1) or not at all (2). FRESH: it is the
-    scale of the present amax, so nothing saturates. A tile that is whole, without zeros and of a tensor without
-    non-finite elements, takes the short way.
+    scale of the present amax, so nothing saturates. A tile that is whole, of elements not below ORDINARY and of a
+    tensor without non-finite ones, takes the short way.
     """
     program = tl.program_id(0)
     tile_row, tile_column = program // column_tiles, program % column_tiles
     start = x_ptr + (tile_row * TILE).to(tl.int64) * row_stride
     start += (tile_column * TILE).to(tl.int64) * column_stride
     edge = ((tile_row + 1) * TILE > rows) | ((tile_column + 1) * TILE > columns)
-    odd = (tl.load(seen_ptr + 1) > 0) | (tl.load(tile_ptr + program.to(tl.int64) * 6) > 0)
+    tile = tile_ptr + program.to(tl.int64) * 6
+    # with its own scale a group vanishes only far below the floor of amax; the tile's smallest element tells
+    odd = (tl.load(seen_ptr + 1) > 0) | (tl.load(tile) > 0) | (-tl.load(tile + 5) < ORDINARY)
     if edge | odd:
         under, subnormal, saturated, error_abs, error_square, lost_abs, lost_square = _cast_tile(
             start, group_ptr, rows, columns, row_stride, column_stride, groups, group_row_stride,
             group_column_stride, tile_row, tile_column, AXIS, True, FRESH, MANTISSA, LARGEST, TINY, OVERFLOW, CHUNK,
-            TILE,
+            TILE, VECTOR,
         )  # fmt: skip
     else:
         under, subnormal, saturated, error_abs, error_square, lost_abs, lost_square = _cast_tile(
             start, group_ptr, rows, columns, row_stride, column_stride, groups, group_row_stride,
             group_column_stride, tile_row, tile_column, AXIS, False, FRESH, MANTISSA, LARGEST, TINY, OVERFLOW, CHUNK,
-            TILE,
+            TILE, VECTOR,
         )  # fmt: skip
     tl.store(part_ptr + program, tl.cast(under, tl.float64))
     tl.store(part_ptr + programs + program, tl.cast(subnormal, tl.float64))
@@ -503,6 +569,7 @@ class FusedCasts:
                 self.wide,
                 CHUNK=ROWS,
                 TILE=BLOCK,
+                VECTOR=VECTOR,
                 num_warps=WARPS,
             )
         self.sums, self.peaks = parts[:, :4].sum(0), parts[:, 4:].amax(0)
@@ -560,7 +627,7 @@ class FusedCasts:
         partial = self.x.new_empty(7 * programs + 5 * group_programs, dtype=torch.float64)
         parts, group_parts = partial, partial[7 * programs :]
         out = self.x.new_empty(len(SUMS) + len(PEAKS), dtype=torch.float64)
-        tiny, smallest = torch.finfo(plan.dtype).tiny, _SMALLEST[plan.format]
+        tiny = torch.finfo(plan.dtype).tiny
         with torch.cuda.device_of(self.x):
             _group_kernel[(group_programs,)](
                 amax,
@@ -575,8 +642,8 @@ class FusedCasts:
                 JITTER=plan.jitter,
                 FLOOR=AMAX_FLOOR,
                 LARGEST=plan.max_value,
-                SMALLEST=smallest,
                 TINY=tiny,
+                MANTISSA=_MANTISSA[plan.format],
                 BLOCK_GROUPS=GROUPS,
             )
             _cast_kernel[(programs,)](
@@ -599,10 +666,12 @@ class FusedCasts:
                 LARGEST=plan.max_value,
                 TINY=tiny,
                 OVERFLOW=plan.max_value * SATURATION_SLACK,
+                ORDINARY=2 * AMAX_FLOOR * tiny / 2 ** _MANTISSA[plan.format] / plan.max_value,
                 CHUNK=ROWS,
                 TILE=BLOCK,
+                VECTOR=VECTOR,
                 num_warps=WARPS,
-                maxnreg=REGISTERS if scale is None and axis != 1 else MORE_REGISTERS,
+                maxnreg=REGISTERS[axis] if scale is None else STALE_REGISTERS,
             )
             _finish_kernel[(1,)](
                 parts,
