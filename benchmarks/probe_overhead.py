@@ -190,9 +190,10 @@ def _per_recipe(training: Training, recipes: tuple[str, ...], device: str, repea
 
 
 def bandwidth(device: str, rows: int, columns: int, repeats: int) -> list[dict[str, Any]]:
-    """Return, per cast, bytes read a second over those that a device copy reads and writes a second.
+    """Return, per cast, bytes that each kernel reads a second over those that a device copy reads and writes a second.
 
-    A cast reads its operand twice: for the magnitudes and for the codes. Timed queued, so that launches overlap.
+    A cast reads its operand twice: `_magnitude_kernel`, `_cast_kernel`. `share` is that of all the device does for a
+    cast, their sums included, by the clock and queued, so that launches overlap.
     """
     x = torch.randn(rows, columns, generator=torch.Generator().manual_seed(0)).to(device, torch.bfloat16)
     into = torch.empty_like(x)
@@ -201,36 +202,54 @@ def bandwidth(device: str, rows: int, columns: int, repeats: int) -> list[dict[s
     def times(work: Callable[[], object]) -> float:
         return seconds(device, lambda: [work() for _ in range(queued)], repeats) / queued
 
-    copy = 2 * size / times(lambda: into.copy_(x))
+    copied = times(lambda: into.copy_(x))
+    if device == "cuda":
+        copied = min(copied, sum(kernel_seconds(lambda: into.copy_(x), queued).values()))
+    copy = 2 * size / copied
     say(f"  device copy of {size / 2**20:.0f} MiB: {copy / 1e12:.2f} TB/s read and written")
     plans: dict[CastPlan, None] = {plan: None for recipe in RECIPES.values() for _, _, plan in recipe.casts}
     found = []
     for plan in (plan for plan in plans if plan.source == "high_precision"):
         for turned in (False, True):
-            work = times(lambda p=plan, t=turned: TensorCasts(x).sums(p, transposed=t))  # type: ignore[misc]
-            passes = _passes(x, plan, turned, times) if device == "cuda" else (float("nan"),) * 2
-            share = 2 * size / work / copy
-            found.append(
-                {
-                    "cast": str(plan), "transposed": turned, "ms": 1e3 * work, "share": share,
-                    "magnitudes_share": size / passes[0] / copy, "codes_share": size / passes[1] / copy,
-                }
-            )  # fmt: skip
-            first, second = found[-1]["magnitudes_share"], found[-1]["codes_share"]
+
+            def work(plan: CastPlan = plan, turned: bool = turned) -> object:
+                return TensorCasts(x).sums(plan, transposed=turned)
+
+            taken = times(work)
+            kernels = kernel_seconds(work, queued) if device == "cuda" else {}
+            first, second = (
+                kernels.get(name, float("nan")) for name in ("_magnitude_kernel", "_cast_kernel")
+            )
+            row: dict[str, Any] = {
+                "cast": str(plan), "transposed": turned, "ms": 1e3 * taken, "share": 2 * size / taken / copy,
+                "magnitudes_us": 1e6 * first, "codes_us": 1e6 * second,
+                "magnitudes_share": size / first / copy, "codes_share": size / second / copy,
+                "others_us": 1e6 * (sum(kernels.values()) - first - second),
+            }  # fmt: skip
+            found.append(row)
             say(
-                f"  {plan!s:40s} {'transposed' if turned else '          '} {1e3 * work:8.3f} ms  {share:6.1%} of the "
-                f"copy (first pass {first:.0%}, second {second:.0%}, their sums included)"
+                f"  {plan!s:40s} {'transposed' if turned else '          '} kernels {row['magnitudes_us']:6.0f} + "
+                f"{row['codes_us']:6.0f} us = {row['magnitudes_share']:4.0%} and {row['codes_share']:4.0%} of a copy, "
+                f"others {row['others_us']:4.0f} us; by the clock {row['ms']:6.3f} ms = {row['share']:4.0%}"
             )
     return found
 
 
-def _passes(
-    x: Tensor, plan: CastPlan, turned: bool, times: Callable[[Callable[[], object]], float]
-) -> tuple[float, float]:
-    from fp8parity.tensor_stats_triton import FusedCasts
+def kernel_seconds(work: Callable[[], object], repeats: int) -> dict[str, float]:
+    """Return the device seconds of each kernel that `work` runs, by name, per call."""
+    from torch.profiler import ProfilerActivity, profile
 
-    casts = FusedCasts(x)
-    return times(lambda: FusedCasts(x)), times(lambda: casts.values(plan, transposed=turned))
+    work()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        for _ in range(repeats):
+            work()
+        torch.cuda.synchronize()
+    return {
+        event.key: 1e-6 * event.self_device_time_total / repeats
+        for event in seen.key_averages()
+        if event.self_device_time_total > 0
+    }
 
 
 def show(row: dict[str, Any]) -> None:
@@ -255,11 +274,13 @@ def broken(document: dict[str, Any]) -> list[str]:
         if row["peak_growth"] > MEMORY_LIMIT:
             found.append(f"{name}: peak memory {row['peak_growth']:+.1%}, limit {MEMORY_LIMIT:+.0%}")
     for row in document["bandwidth"]:
-        if row["share"] < BANDWIDTH_LIMIT:
-            turned = ", transposed" if row["transposed"] else ""
-            found.append(
-                f"{row['cast']}{turned}: {row['share']:.0%} of the copy, limit {BANDWIDTH_LIMIT:.0%}"
-            )
+        for kernel in ("magnitudes", "codes"):
+            if row[f"{kernel}_share"] < BANDWIDTH_LIMIT:
+                turned = ", transposed" if row["transposed"] else ""
+                found.append(
+                    f"{row['cast']}{turned}: the kernel of {kernel} reads at {row[f'{kernel}_share']:.0%} of the copy, "
+                    f"limit {BANDWIDTH_LIMIT:.0%}"
+                )
     return found
 
 
