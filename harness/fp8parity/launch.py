@@ -71,6 +71,9 @@ def compile_caches(out: Path) -> dict[str, str]:
 class Launcher:
     """Runs jobs in slots until none is left; `launch` is the entry point.
 
+    A job's slot is free once its result is on the disk: what its process does after that, seconds on a GPU, is no
+    training. Its memory counts until the process ends.
+
     Jobs start in the order of the queue. One waits while its device has no slot, or too little memory for its
     estimate beside those that run there; alone on a device it always starts. With `depth` the next runs' workers
     start while others train (`standbys`), as far as the memory holds both.
@@ -122,8 +125,13 @@ class Launcher:
             job.outcome, job.reason = STOPPED_EARLY, unwanted[job.run_id]
             self.ended.append(job)
 
+    def _note_results(self) -> None:
+        """Learn which runs have their result although their processes have not ended yet."""
+        for job in self.running:
+            job.outcome = job.outcome or _result_of(job.run_dir) or ""
+
     def _free_slots(self) -> list[int]:
-        taken = {job.slot for job in self.running}
+        taken = {job.slot for job in self.running if not job.outcome}
         return [slot for slot in range(self.slots) if slot not in taken]
 
     def _on_device(self, jobs: Sequence[Job], slot: int) -> list[Job]:
@@ -292,6 +300,7 @@ class Launcher:
         with stopping_with(self._note_signal):
             while self.queue or self.running or self.standbys:
                 self._drop_unwanted()
+                self._note_results()
                 self._start_what_fits()
                 self._prepare_next()
                 self._free_what_waits_elsewhere()

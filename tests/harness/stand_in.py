@@ -59,6 +59,9 @@ if action.get("kill"):
     os.kill(os.getpid(), signal.SIGKILL)
 if action.get("status"):
     (run_dir / "manifest.json").write_text(json.dumps({"status": action["status"]}))
+deadline = time.monotonic() + 60
+while action.get("lingers") and not (run_dir.parent / action["lingers"]).exists() and time.monotonic() < deadline:
+    time.sleep(0.01)
 sys.exit(action["code"])
 """
 

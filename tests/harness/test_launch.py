@@ -17,7 +17,7 @@ import pytest
 from fp8parity import faults, jobs, launch
 from fp8parity.devices import default_slots
 from fp8parity.errors import InterruptedRunError
-from fp8parity.jobs import Job
+from fp8parity.jobs import Job, RunState
 from fp8parity.progress import stage_of
 from fp8parity_analysis import schema
 
@@ -135,6 +135,41 @@ def test_a_kill_after_the_manifest_is_no_fault(tmp_path: Path, study_with: Calla
     states = go(tmp_path, dirs)
     assert [states[f"run{i}"].state for i in range(2)] == ["finished", "diverged"]
     assert [attempts(d) for d in dirs] == [1, 1]
+
+
+def test_a_slot_is_free_once_the_result_is_there(
+    tmp_path: Path, study_with: Callable[..., list[Path]]
+) -> None:
+    # the first one's process ends only when the second one has begun; it counts as one of those that run at no time
+    dirs = study_with([{**DONE, "lingers": "run1/begun"}], [DONE], [{**DONE, "lingers": "run0/begun"}])
+    seen: list[list[str]] = []
+    states = launch.launch(
+        tmp_path, dirs, slots=1, use_gpus=False, on_change=lambda found: seen.append([s.state for s in found])
+    )
+    assert {state.state for state in states} == {"finished"}
+    assert all(sum(state in ("running", "starting") for state in look) <= 1 for look in seen)
+    events = [(line["run_id"], line["event"]) for line in ledger(tmp_path)]
+    assert events.index(("run1", "started")) < events.index(("run0", "finished"))
+    assert [attempts(d) for d in dirs] == [1, 1, 1]
+
+
+def test_what_lingers_holds_its_memory(
+    tmp_path: Path, study_with: Callable[..., list[Path]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "device_memory", lambda gpus: 100)
+    dirs = study_with([{**DONE, "lingers": "gate"}], [DONE])
+    looks: list[list[str]] = []
+
+    def look(states: list[RunState]) -> None:
+        found = {state.run_id: state.state for state in states}
+        looks.append([found["run0"], found["run1"]])
+        if looks[-3:] == [["finished", "waiting"]] * 3:  # a free slot, and no memory for the next
+            (tmp_path / schema.RUNS_DIR / "gate").touch()
+
+    launch.launch(tmp_path, dirs, slots=1, use_gpus=False, on_change=look, memory={"run0": 60, "run1": 50})
+    events = [(line["run_id"], line["event"]) for line in ledger(tmp_path)]
+    assert events.index(("run0", "finished")) < events.index(("run1", "started"))
+    assert looks[-1] == ["finished", "finished"]
 
 
 def test_runs_share_a_device_only_within_its_memory(

@@ -55,8 +55,12 @@ def test_the_next_worker_is_ready_before_the_run_before_ends(tmp_path: Path, stu
         assert own[0]["pid"] == own[1]["pid"]  # the same worker went on
         assert (own[0]["depth"], own[1]["prepared"]) == ("prove", True)
         assert (tmp_path / schema.RUNS_DIR / name / "depth").read_text() == "prove"
-    events = [(line["run_id"], line["event"]) for line in ledger(tmp_path)]
-    assert events.index(("run0", "finished")) < events.index(("run1", "started"))
+    for before, after in (("run0", "run1"), ("run1", "run2")):  # the slot is free once there is a result
+        result, begun = (
+            (tmp_path / schema.RUNS_DIR / before / "manifest.json"),
+            dirs[0].parent / after / "begun",
+        )
+        assert result.stat().st_mtime_ns <= begun.stat().st_mtime_ns
 
 
 def test_none_is_started_ahead_unless_asked(tmp_path: Path, study_with: Make) -> None:
