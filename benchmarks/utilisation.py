@@ -13,8 +13,9 @@ Each part is one study of the 25m preset, half BF16 and half rowwise, launched a
     three     two rounds of runs of three minutes each; wanted: utilisation 0.9
 
 Utilisation is tokens per second of the wall clock, over steady tokens per second at the same number of slots. Steady
-tokens per second come from the runs' own `step_time` of steps during which every slot trained; of the part's own and
-the `slots` part's figure the larger is taken. The wall clock begins with the launch and ends
+tokens per second come from the runs' own `step_time` of steps during which every slot trained and no worker prepared
+the next run: what preparing costs those that train counts against the launcher. Of the part's own and the `slots`
+part's figure the larger is taken. The wall clock begins with the launch and ends
 
     utilisation        when a slot is free and no run is left to start
     utilisation_whole  with the last run: what runs of unequal speed leave idle at the very end counts too
@@ -44,6 +45,7 @@ from fp8parity.jobs import RunState
 from fp8parity.launch import launch
 from fp8parity.ledger import read_ledger
 from fp8parity.plan import memory_of, slots_of, standby_of
+from fp8parity.progress import stage_of
 from fp8parity.spec import DataSpec
 from fp8parity_analysis import schema
 from fp8parity_analysis.store import read_run
@@ -94,15 +96,20 @@ MINIATURE = Setting(
 
 @dataclass
 class Trace:
-    """What the launcher said at each look: seconds, steps by run, how many runs occupy a slot, how many wait."""
+    """What the launcher said at each look.
+
+    Seconds, steps by run, how many runs occupy a slot, how many wait, how many workers prepare one that waits.
+    """
 
     times: list[float] = field(default_factory=list)
     steps: list[dict[str, int]] = field(default_factory=list)
     busy: list[int] = field(default_factory=list)
     waiting: list[int] = field(default_factory=list)
+    preparing: list[int] = field(default_factory=list)
 
-    def note(self, seconds: float, states: Sequence[RunState]) -> None:
+    def note(self, seconds: float, states: Sequence[RunState], preparing: int = 0) -> None:
         """Add a look; a run that has ended keeps its last step, which its state reports as all of them."""
+        self.preparing.append(preparing)
         self.times.append(seconds)
         self.steps.append({s.run_id: 0 if s.state in ("waiting", "starting") else s.step for s in states})
         self.busy.append(sum(s.state in ("running", "starting") for s in states))
@@ -114,12 +121,25 @@ def all_train(trace: Trace, slots: int, steps: int) -> list[bool]:
     return [sum(WARM_STEPS <= step < steps for step in look.values()) >= slots for look in trace.steps]
 
 
-def steady_steps(trace: Trace, slots: int, steps: int) -> dict[str, list[tuple[int, int]]]:
-    """Return by run the intervals (a, b] of steps between two looks at which every slot trained."""
+def preparing(out: Path) -> int:
+    """Return how many workers of the study `out` prepare a run that has no slot yet; one that is ready does nothing."""
+    last = {str(entry["run_id"]): str(entry["event"]) for entry in read_ledger(out) if entry.get("run_id")}
+    ahead = [run for run, event in last.items() if event == "standby"]
+    return sum(stage_of(out / schema.RUNS_DIR / run) != "standby" for run in ahead)
+
+
+def steady_steps(
+    trace: Trace, slots: int, steps: int, *, quiet: bool = True
+) -> dict[str, list[tuple[int, int]]]:
+    """Return by run the intervals (a, b] of steps between two looks at which every slot trained.
+
+    Those beside which no worker prepared, or, not `quiet`, those beside which one did.
+    """
     full = all_train(trace, slots, steps)
     found: dict[str, list[tuple[int, int]]] = {}
     for i in range(1, len(full)):
-        if full[i - 1] and full[i]:
+        busy = trace.preparing[i - 1] > 0 or trace.preparing[i] > 0
+        if full[i - 1] and full[i] and busy != quiet:
             for run, after in trace.steps[i].items():
                 before = trace.steps[i - 1].get(run, 0)
                 if WARM_STEPS <= before < after < steps:
@@ -149,6 +169,18 @@ def tokens_between(trace: Trace, first: int, last: int, tokens_per_step: int) ->
     """Return the tokens trained between two looks."""
     before, after = trace.steps[first], trace.steps[last]
     return tokens_per_step * sum(step - before.get(run, 0) for run, step in after.items())
+
+
+def timeline(trace: Trace, tokens_per_step: int, window: float = 10.0) -> list[tuple[float, int, int, int]]:
+    """Return, window by window: seconds at its end, tokens per second, runs in a slot, workers that prepare."""
+    found, first = [], 0
+    for i, seconds in enumerate(trace.times):
+        if seconds - trace.times[first] >= window:
+            tokens = tokens_between(trace, first, i, tokens_per_step)
+            rate = round(tokens / (seconds - trace.times[first]))
+            found.append((round(seconds, 1), rate, trace.busy[i], trace.preparing[i]))
+            first = i
+    return found
 
 
 def handovers(trace: Trace, slot_of: Mapping[str, int], steps: int) -> list[float]:
@@ -229,7 +261,7 @@ class Bench:
         trace.note(0.0, [RunState(path.name, "waiting", 0, steps, None, None) for path in dirs])
         states = launch(
             out, dirs, slots=slots_of(plan), use_gpus=self.setting.device == "cuda",
-            on_change=lambda found: trace.note(time.monotonic() - began, found),
+            on_change=lambda found: trace.note(time.monotonic() - began, found, preparing(out)),
             memory=memory_of(plan), standby=standby_of(plan),
         )  # fmt: skip
         trace.note(time.monotonic() - began, states)
@@ -242,8 +274,14 @@ class Bench:
         per_step = self.setting.tokens_per_step
         runs = [path for path in (out / schema.RUNS_DIR).iterdir() if (path / schema.MANIFEST_FILE).exists()]
         rows = {path.name: read_run(path).curve["step_time"].tolist() for path in runs}
-        own = steady_rate(
-            steady_steps(trace, slots, steps), lambda run, a, b: rows[run][a:b], slots, per_step
+        own, beside = (
+            steady_rate(
+                steady_steps(trace, slots, steps, quiet=quiet),
+                lambda run, a, b: rows[run][a:b],
+                slots,
+                per_step,
+            )
+            for quiet in (True, False)
         )
         steady = max([rate for rate in (own, self.scan.get(slots)) if rate is not None], default=None)
         entries = read_ledger(out)
@@ -275,6 +313,8 @@ class Bench:
                 next(t for t, look in zip(trace.times, trace.steps, strict=True) if any(look.values())), 1
             ),
             "steady_tokens_per_s": None if own is None else round(own),
+            "tokens_per_s_beside_preparation": None if beside is None else round(beside),
+            "preparing_share": round(fmean(n > 0 for n in trace.preparing), 2),
             "tokens_per_s_of_a_run": arms,
             "utilisation": share(0, end),
             "utilisation_whole": share(0, last),
@@ -284,6 +324,7 @@ class Bench:
             "faults": sum("cause" in e for e in entries),
         }
         print(f"{part}: {json.dumps(found)}", flush=True)
+        found["timeline"] = timeline(trace, per_step)
         if arms:
             self.rate = fmean(arms.values())
         return found
@@ -372,7 +413,7 @@ def main() -> None:
             setting, Path(name), options.part, options.budget,
             warm_up=not options.no_warm_up, rate_known=options.rate is not None,
         )  # fmt: skip
-    text = json.dumps(found, indent=1)
+    text = json.dumps(found)
     print(text)
     if options.json:
         options.json.write_text(text + "\n", encoding="utf-8")

@@ -35,12 +35,12 @@ from fp8parity.tensor_sums import PEAKS, SATURATION_SLACK, SUMS
 ROWS = 8
 """Rows that are taken at a time: with 128 columns 8 bf16 elements, one load, for each of 128 threads."""
 
-WARPS = 4
+WARPS = 2
 
 VECTOR = 8
 """Elements of a row that a thread loads at once."""
 
-REGISTERS = (64, 80, 64)
+REGISTERS = (96, 96, 112)
 """Per thread of the second pass, by AXIS: fewer make room for more threads, which hide each other's waits.
 
 Where the scale changes with the column, a thread holds one for each of its columns."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -47,6 +48,38 @@ def test_steady_steps_are_those_while_every_slot_trains(bench: ModuleType, trace
     # 40 steps of 8 tokens in 10 + 30 seconds of two slots
     assert bench.steady_rate(intervals, lambda run, i, j: times[run][i:j], 2, 8) == 2 * 40 * 8 / 40.0
     assert bench.steady_rate({}, lambda run, i, j: [], 2, 8) is None
+
+
+def test_what_preparing_costs_is_not_steady(bench: ModuleType, trace: object) -> None:
+    trace.preparing[3] = 1  # type: ignore[attr-defined]
+    assert bench.steady_steps(trace, 2, STEPS) == {}
+    assert bench.steady_steps(trace, 2, STEPS, quiet=False) == {"a": [(40, 60)], "b": [(20, 40)]}
+
+
+def test_workers_prepare_until_they_are_ready(bench: ModuleType, tmp_path: Path) -> None:
+    lines = [
+        ("a", "started"),
+        ("b", "standby"),
+        ("c", "standby"),
+        ("d", "standby"),
+        ("d", "withdrawn"),
+        ("e", "standby"),
+    ]
+    lines.append(("e", "started"))
+    (tmp_path / "ledger.jsonl").write_text(
+        "".join(json.dumps({"run_id": run, "event": event}) + "\n" for run, event in lines)
+    )
+    assert bench.preparing(tmp_path) == 2  # b and c are still in their imports
+    for run, stage in (("b", "prove"), ("c", "standby")):
+        (tmp_path / "runs" / run).mkdir(parents=True)
+        (tmp_path / "runs" / run / "heartbeat.json").write_text(json.dumps({"stage": stage}))
+    assert bench.preparing(tmp_path) == 1
+
+
+def test_the_timeline_adds_up(bench: ModuleType, trace: object) -> None:
+    found = bench.timeline(trace, 8, window=20.0)
+    assert [(seconds, busy) for seconds, _, busy, _ in found] == [(20.0, 2), (40.0, 2), (60.0, 0)]
+    assert sum(20 * rate for _, rate, _, _ in found) == 300 * 8
 
 
 def test_the_clock_ends_when_no_run_is_left_to_start(bench: ModuleType, trace: object) -> None:
