@@ -14,7 +14,7 @@ from fp8parity.spec import Frozen, NonNegativeInt, PositiveInt, RecipeName
 
 EVERY = 1000
 """Default cadence: with the dense beginning 0.15 % of 10 000 steps, which is 1 % of the training time at 6.7 steps a
-probe. Measured on H200s it was 3 to 8 steps, up to 12 with three what-if recipes on a small model
+probe. Measured on an H200 it was 3 to 6.6 steps, the most with three what-if recipes on a small model
 (`docs/tensor-statistics.md`): an uncompiled forward and backward pass, and the statistics."""
 
 DENSE_EVERY = 100

@@ -14,9 +14,10 @@ because rounding is monotone and ties go to the even code:
     code = 0           iff  scaled <= half the smallest subnormal number
     code is subnormal  iff  half of it < scaled < smallest normal - half the smallest subnormal number
 
-What the kernels are short of is instructions, not bytes: about twenty per element. Hence integer comparisons of bits,
-sums kept per thread until the end of a tile, and no test for non-finite elements where the first pass saw none. Codes
-are rounded in fp32 arithmetic, not by a conversion to an FP8 type and back. Imported only where a tensor is on CUDA.
+What the kernels are short of is instructions, not bytes: about twenty per element. Hence thresholds by a product and
+sum that is cut to [0, 1], what a thread loads at once added up at once, and no test for non-finite elements where the
+first pass saw none. Codes are rounded in fp32 arithmetic, not by a conversion to an FP8 type and back. Imported only
+where a tensor is on CUDA.
 """
 
 from __future__ import annotations
@@ -33,9 +34,10 @@ from fp8parity.casts import AMAX_FLOOR, BLOCK, CastPlan, Format
 from fp8parity.tensor_sums import PEAKS, SATURATION_SLACK, SUMS
 
 ROWS = 8
-"""Rows that are taken at a time: with 128 columns 8 bf16 elements, one load, for each of 128 threads."""
+"""Rows that are taken at a time: with 128 columns two loads of 8 bf16 elements for each of 64 threads."""
 
 WARPS = 2
+"""Few, because threads of two warps wait for each other at the end of a tile less often than those of four."""
 
 VECTOR = 8
 """Elements of a row that a thread loads at once."""
@@ -43,7 +45,7 @@ VECTOR = 8
 REGISTERS = (96, 96, 112)
 """Per thread of the second pass, by AXIS: fewer make room for more threads, which hide each other's waits.
 
-Where the scale changes with the column, a thread holds one for each of its columns."""
+All three measured (`benchmarks/tensor_stats_tiles.py`)."""
 
 STALE_REGISTERS = 128
 """With a scale that is not of the present amax a thread looks for saturation too, and for groups that vanish."""
