@@ -303,6 +303,14 @@ class Bench:
             for arm in ("bf16", "rowwise")
             if any(f"-{arm}-" in run for run in rows)
         }
+        stages = {
+            arm: {
+                stage: round(fmean([s.get(stage, 0.0) for s in taken]), 1)
+                for stage in ("import", "build", "prove", "train", "evaluate")
+            }
+            for arm in arms
+            if (taken := [read_run(p).manifest["seconds_by_stage"] for p in runs if f"-{arm}-" in p.name])
+        }
         found = {
             "slots": slots,
             "runs": len(rows),
@@ -316,6 +324,7 @@ class Bench:
             "tokens_per_s_beside_preparation": None if beside is None else round(beside),
             "preparing_share": round(fmean(n > 0 for n in trace.preparing), 2),
             "tokens_per_s_of_a_run": arms,
+            "seconds_by_stage": stages,
             "utilisation": share(0, end),
             "utilisation_whole": share(0, last),
             "sustained": share(begin, end),

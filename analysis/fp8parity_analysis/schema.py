@@ -107,8 +107,10 @@ MANIFEST_KEYS = (
 in training and evaluation, differences from the declaration); `effective` records what was in force
 (backend, compute dtype, compile mode); `environment` is the fingerprint of what can change numerics."""
 
-MANIFEST_OPTIONAL_KEYS = ("alerts", "phases")
-"""Keys that a manifest may hold: `alerts` lists what was noticed in the tensor statistics (`tensor_schema.ALERT_KEYS`);
+MANIFEST_OPTIONAL_KEYS = ("alerts", "phases", "seconds_by_stage")
+"""Keys that a manifest may hold: `seconds_by_stage` says where the time of the process that ended the run went (import,
+build, prove, standby, train without evaluation, evaluate).
+`alerts` lists what was noticed in the tensor statistics (`tensor_schema.ALERT_KEYS`);
 absent where none were taken. `phases` lists first and last step, recipe and proof of execution of each phase of a run
 that changed its precision; `conversion` and `execution` are then those of the first."""
 

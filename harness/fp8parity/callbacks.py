@@ -98,6 +98,7 @@ class HeldOutEvaluator(L.Callback):
     def __init__(self, recorder: CurveRecorder, rows: Tensor) -> None:
         self.recorder = recorder
         self.rows = rows
+        self.seconds = 0.0
         self._twin: torch.nn.Module | None = None
         self._done = 0
 
@@ -139,7 +140,10 @@ class HeldOutEvaluator(L.Callback):
         assert isinstance(pl_module, LMModule)
         self._done = step
         self.recorder.flush()
-        self.recorder.writer.append_evals(self._evaluate(trainer, pl_module, step))
+        began = time.perf_counter()
+        rows = self._evaluate(trainer, pl_module, step)
+        self.seconds += time.perf_counter() - began  # the losses are on the host: nothing is left to wait for
+        self.recorder.writer.append_evals(rows)
         self.recorder.restart_clock()
 
     @property

@@ -100,6 +100,14 @@ def start_ticks(pid: int) -> int | None:
     return None
 
 
+def age_seconds() -> float | None:
+    """Return how long ago this process was started, to a kernel's tick; None where the system does not say."""
+    ticks = start_ticks(os.getpid())
+    if ticks is None:
+        return None
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+
+
 def is_alive(pid: int, started: int | None) -> bool:
     """Whether the process that `start_ticks` described still runs on this machine."""
     if started is not None:

@@ -24,14 +24,24 @@ removes the one of an earlier try."""
 
 
 class Heartbeat:
-    """Tells the launcher that a worker lives and where it is. A full disk is left to those who must write."""
+    """Tells the launcher that a worker lives and where it is. A full disk is left to those who must write.
+
+    `seconds` is what each stage took that has ended, or was entered again.
+    """
 
     def __init__(self, run_dir: Path) -> None:
         self.path = run_dir / HEARTBEAT_FILE
+        self.seconds: dict[Stage, float] = {}
         self._last = 0.0
+        self._stage: Stage | None = None
+        self._entered = 0.0
 
     def enter(self, stage: Stage) -> None:
         """Write the stage, by rename, so that a reader never sees half a file."""
+        now = time.monotonic()
+        if self._stage is not None:
+            self.seconds[self._stage] = self.seconds.get(self._stage, 0.0) + now - self._entered
+        self._stage, self._entered = stage, now
         temporary = self.path.with_suffix(".tmp")
         with contextlib.suppress(OSError):
             temporary.write_text(json.dumps({"stage": stage, "pid": os.getpid()}) + "\n", encoding="utf-8")

@@ -43,7 +43,7 @@ from fp8parity.own_spec import origin_of, untagged, with_own_part
 from fp8parity.phases import Phase, PhaseLog, phase_after
 from fp8parity.probe_recorder import ProbeRecorder
 from fp8parity.probe_spec import ProbePlan
-from fp8parity.process import end_with_parent, sole_trainer
+from fp8parity.process import age_seconds, end_with_parent, sole_trainer
 from fp8parity.progress import Heartbeat
 from fp8parity.recorder import CurveRecorder
 from fp8parity.shapes import parameter_count
@@ -323,11 +323,21 @@ def _quiet() -> None:
 
 @dataclass
 class _Attempt:
-    """One process's work on a run: when it began, and whether it resumed (None until known)."""
+    """One process's work on a run: when it began, whether it resumed (None until known), where its time went."""
 
     started: datetime
     clock: float
+    heartbeat: Heartbeat
+    imported: float | None = None
     resumed: bool | None = None
+    evaluating: float = 0.0
+
+    def seconds_by_stage(self) -> dict[str, float]:
+        """Return seconds by stage, in order; `evaluate` is not part of `train` here."""
+        found: dict[str, float] = {} if self.imported is None else {"import": self.imported}
+        found.update(self.heartbeat.seconds)
+        found["train"] = found.get("train", 0.0) - self.evaluating
+        return {stage: round(seconds, 2) for stage, seconds in {**found, "evaluate": self.evaluating}.items()}
 
 
 def _manifest(session: _Session, attempt: _Attempt) -> dict[str, Any]:
@@ -365,6 +375,7 @@ def _manifest(session: _Session, attempt: _Attempt) -> dict[str, Any]:
         "started_at": attempt.started.isoformat(timespec="seconds"),
         "finished_at": datetime.now(UTC).isoformat(timespec="seconds"),
         "wall_seconds": round(time.perf_counter() - attempt.clock - session.gate.waited_seconds, 3),
+        "seconds_by_stage": attempt.seconds_by_stage(),
         "resumes": int(bool(attempt.resumed)),
         "throughput_tokens_per_s": None if rate is None else round(rate, 1),
         "model": {
@@ -388,9 +399,8 @@ def _ended(run_dir: Path) -> int | None:
 
 def _train_session(order: RunOrder, gate: Gate) -> None:
     """Train from the last checkpoint to the end, phase by phase, and write the manifest."""
-    attempt = _Attempt(datetime.now(UTC), time.perf_counter())
-    heartbeat = Heartbeat(order.run_dir)
-    while not _train_phase(order, heartbeat, gate, attempt):
+    attempt = _Attempt(datetime.now(UTC), time.perf_counter(), Heartbeat(order.run_dir), age_seconds())
+    while not _train_phase(order, gate, attempt):
         # the next phase builds a model of its own, and both together may not fit the device
         gc.collect()
         if torch.cuda.is_available():
@@ -399,8 +409,9 @@ def _train_session(order: RunOrder, gate: Gate) -> None:
         old.unlink()  # a finished run never resumes
 
 
-def _train_phase(order: RunOrder, heartbeat: Heartbeat, gate: Gate, attempt: _Attempt) -> bool:
+def _train_phase(order: RunOrder, gate: Gate, attempt: _Attempt) -> bool:
     """Train from the last checkpoint to the end of its phase; return whether the run has ended with it."""
+    heartbeat = attempt.heartbeat
     heartbeat.enter("build")
     session = _session(order, heartbeat, gate)
     if attempt.resumed is None:
@@ -410,6 +421,7 @@ def _train_phase(order: RunOrder, heartbeat: Heartbeat, gate: Gate, attempt: _At
             print(f"resuming from {session.resume_from.name}", flush=True)
         _trainer(session).fit(session.module, session.data, ckpt_path=session.resume_from, weights_only=False)
         session.recorder.flush()
+        attempt.evaluating += session.evaluator.seconds
         ended = session.guard.diverged or session.recorder.step >= order.spec.train.steps
         if ended:
             heartbeat.enter("finish")

@@ -55,6 +55,19 @@ def test_a_beat_renews_the_time_but_seldom(tmp_path: Path, monkeypatch: pytest.M
     assert life_signs(tmp_path)[0] > 1
 
 
+def test_seconds_of_stages_add_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr("fp8parity.progress.time.monotonic", lambda: now[0])
+    heart = Heartbeat(tmp_path)
+    for stage, seconds in (("build", 2.0), ("prove", 3.0), ("build", 4.0), ("train", 50.0)):
+        heart.enter(stage)  # type: ignore[arg-type]
+        heart.beat()
+        now[0] += seconds
+    assert heart.seconds == {"build": 6.0, "prove": 3.0}  # training has not ended
+    heart.enter("finish")
+    assert heart.seconds == {"build": 6.0, "prove": 3.0, "train": 50.0}
+
+
 def test_a_heartbeat_that_cannot_be_written_stops_nothing(tmp_path: Path) -> None:
     heart = Heartbeat(tmp_path / "gone")
     heart.enter("train")

@@ -52,7 +52,11 @@ def test_arms_share_init_and_batches_and_differ_in_numbers(lay_out: LayOut) -> N
     assert control.manifest is not None
     for name, run in runs.items():
         assert run.manifest is not None
-        assert set(run.manifest) == set(schema.MANIFEST_KEYS)
+        assert set(run.manifest) == {*schema.MANIFEST_KEYS, "seconds_by_stage"}
+        taken = run.manifest["seconds_by_stage"]
+        assert set(taken) == {"import", "build", "prove", "train", "evaluate"}
+        assert min(taken.values()) > 0
+        assert sum(taken.values()) - taken["import"] <= run.manifest["wall_seconds"] + 0.05  # each is rounded
         assert run.manifest["init_digest"] == control.manifest["init_digest"]
         assert list(run.curve["batch_digest"]) == list(control.curve["batch_digest"])
         if name != "bf16":
