@@ -335,7 +335,7 @@ class _Attempt:
     def seconds_by_stage(self) -> dict[str, float]:
         """Return seconds by stage, in order; `evaluate` is not part of `train` here."""
         found: dict[str, float] = {} if self.imported is None else {"import": self.imported}
-        found.update(self.heartbeat.seconds)
+        found.update({str(stage): seconds for stage, seconds in self.heartbeat.seconds.items()})
         found["train"] = found.get("train", 0.0) - self.evaluating
         return {stage: round(seconds, 2) for stage, seconds in {**found, "evaluate": self.evaluating}.items()}
 
