@@ -8,7 +8,8 @@
 Each part is one study of the 25m preset, half BF16 and half rowwise, launched as `fp8parity run` does it.
 
     warm-up   one run of each arm, a few steps: fills the compile caches; the start is cold (left out with --no-warm-up)
-    slots     tokens per second of 1 to SLOTS runs at a time
+    slots     tokens per second of 1 to SLOTS runs at a time, without evaluation or checkpoint before the last step: one
+              that pauses leaves the device to the others, whose steps then seem faster than they are
     minute    three rounds of runs of a minute each in SLOTS slots; wanted: utilisation 0.75
     three     two rounds of runs of three minutes each; wanted: utilisation 0.9
 
@@ -203,9 +204,15 @@ def handovers(trace: Trace, slot_of: Mapping[str, int], steps: int) -> list[floa
     return sorted(found)
 
 
-def recipe_of(setting: Setting, tokens: Path, slots: int, seeds: int, steps: int) -> dict[str, Any]:
-    """Return the recipe file: `seeds` pairs of BF16 and rowwise, `steps` long, `slots` at a time."""
-    every = max(1, steps // 8)
+def recipe_of(
+    setting: Setting, tokens: Path, slots: int, seeds: int, steps: int, *, pauses: bool = True
+) -> dict[str, Any]:
+    """Return the recipe file: `seeds` pairs of BF16 and rowwise, `steps` long, `slots` at a time.
+
+    With `pauses` eight evaluations and the default checkpoints; without, one evaluation at the end.
+    """
+    every = max(1, steps // 8) if pauses else steps
+    saving = {} if pauses else {"checkpoint_every": steps}
     where = {"slots_per_gpu": slots} if setting.device == "cuda" else {"slots": slots}
     return {
         "name": "utilisation",
@@ -218,7 +225,7 @@ def recipe_of(setting: Setting, tokens: Path, slots: int, seeds: int, steps: int
         },
         "axes": {"precision.recipe": ["rowwise"]},
         "seeds": list(range(seeds)),
-        "runtime": {**where, "standby": setting.standby},
+        "runtime": {**where, **saving, "standby": setting.standby},
     }
 
 
@@ -250,10 +257,12 @@ class Bench:
         print(f"{part}: {words}", flush=True)
         return False
 
-    def train(self, part: str, slots: int, runs: int, steps: int) -> dict[str, Any]:
+    def train(self, part: str, slots: int, runs: int, steps: int, *, pauses: bool = True) -> dict[str, Any]:
         """Train `runs` runs, `slots` at a time, and return what was measured."""
         recipe = self.folder / f"{part}.yaml"
-        recipe.write_text(yaml.safe_dump(recipe_of(self.setting, self.tokens, slots, -(-runs // 2), steps)))
+        seeds = -(-runs // 2)
+        document = recipe_of(self.setting, self.tokens, slots, seeds, steps, pauses=pauses)
+        recipe.write_text(yaml.safe_dump(document))
         plan = matrix.read(recipe)
         out = self.folder / part
         dirs = study.lay_out(plan, out)[:runs]
@@ -346,7 +355,8 @@ class Bench:
             if self.has_time(
                 part, (START_SECONDS / 2 + seconds * self.setting.seconds) * (2 if slots == 1 else 1)
             ):
-                self.found[part] = self.train(part, slots, max(2, slots), self.steps_for(seconds))
+                steps = self.steps_for(seconds)
+                self.found[part] = self.train(part, slots, max(2, slots), steps, pauses=False)
                 if self.found[part]["steady_tokens_per_s"]:
                     self.scan[slots] = self.found[part]["steady_tokens_per_s"]
 

@@ -75,10 +75,10 @@ SPEC_KEYS = (
 `data_path` leads from the run directory to the token file; `spec` is the canonical RunSpec, the only part that is
 hashed into `run_id`."""
 
-SPEC_OPTIONAL_KEYS = ("probe", "keep_checkpoints", "parent_checkpoint")
+SPEC_OPTIONAL_KEYS = ("probe", "keep_checkpoints", "parent_checkpoint", "checkpoint_share")
 """Keys that `spec.json` may hold: `probe` says after which steps tensor statistics are taken, and of which casts;
 `keep_checkpoints` of which steps the checkpoint stays; `parent_checkpoint` leads from the run directory to the
-checkpoint that a fork starts from."""
+checkpoint that a fork starts from; `checkpoint_share` is the most of the training time that checkpoints may take."""
 
 MANIFEST_KEYS = (
     "schema_version",

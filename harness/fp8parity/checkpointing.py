@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -21,23 +23,33 @@ from fp8parity.spec import RunSpec
 class Checkpointer(L.Callback):
     """Saves by rename every `every` optimizer steps, after the rows up to that step are on the disk; keeps two.
 
-    The step `phase_end` is saved too: the next phase of the run (`phases.py`) resumes from it.
+    With a `share`, a step is left out where saving would take more than that of the time (`affordable`). The step
+    `phase_end` is always saved: the next phase of the run (`phases.py`) resumes from it.
     """
 
     KEEP = 2
 
     def __init__(
-        self, recorder: CurveRecorder, directory: Path, every: int, phase_end: int | None = None
+        self,
+        recorder: CurveRecorder,
+        directory: Path,
+        every: int,
+        phase_end: int | None = None,
+        share: float | None = None,
     ) -> None:
         self.recorder = recorder
         self.directory = directory
         self.every = every
         self.phase_end = phase_end
+        self.share = share
         self._done = 0
+        self._began = time.monotonic()
+        self._took: list[float] = []
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Do not save again what was just loaded."""
         self._done = trainer.global_step
+        self._began = time.monotonic()
 
     def on_train_batch_end(
         self,
@@ -54,18 +66,30 @@ class Checkpointer(L.Callback):
         step = trainer.global_step
         if trainer.should_stop:
             return
-        due = step % self.every == 0 or step == self.phase_end
-        if step != self._done and due and step < self.recorder.spec.train.steps:
+        if step == self._done or step >= self.recorder.spec.train.steps:
+            return
+        due = step % self.every == 0 and affordable(self._took, time.monotonic() - self._began, self.share)
+        if due or step == self.phase_end:
             self.save(trainer)
 
     def save(self, trainer: L.Trainer) -> None:
         """Write a checkpoint of the current step."""
         self._done = trainer.global_step
         self.recorder.flush()
+        began = time.monotonic()
         write_checkpoint(trainer, self.directory / f"step-{trainer.global_step:09d}.ckpt")
         for old in checkpoints(self.directory)[: -self.KEEP]:
             old.unlink()
+        self._took.append(time.monotonic() - began)
         self.recorder.restart_clock()
+
+
+def affordable(took: Sequence[float], elapsed: float, share: float | None) -> bool:
+    """Whether one more checkpoint like the last keeps them within `share` of the `elapsed` seconds; None: any may be.
+
+    The first one is: what it takes is not known before.
+    """
+    return share is None or not took or sum(took) + took[-1] <= share * elapsed
 
 
 def write_checkpoint(trainer: L.Trainer, target: Path) -> None:

@@ -126,7 +126,9 @@ class RuntimeSpec(Frozen):
     """What cannot change a number: not part of a run's identity."""
 
     checkpoint_every: PositiveInt | None = Field(
-        None, description="Optimizer steps; default: a tenth of the steps."
+        None,
+        description="Optimizer steps; default: a tenth of the steps, fewer checkpoints where they would take more than "
+        "2 % of the time.",
     )
     keep_checkpoints: tuple[PositiveInt, ...] = Field(
         (),

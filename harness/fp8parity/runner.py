@@ -67,7 +67,8 @@ Part = TypeVar("Part", bound=Frozen)
 class RunOrder:
     """A run directory's order: what to train, from which state, on which tokens, how often to save and to probe.
 
-    `recipe_dir` is where the files of a model of the user's are.
+    `recipe_dir` is where the files of a model of the user's are; `checkpoint_share` the most of the time that saving
+    may take, None if it may take any.
     """
 
     run_dir: Path
@@ -79,6 +80,7 @@ class RunOrder:
     keep_checkpoints: tuple[int, ...] = ()
     parent_checkpoint: Path | None = None
     recipe_dir: Path = Path()
+    checkpoint_share: float | None = None
 
     @property
     def study_dir(self) -> Path | None:
@@ -102,7 +104,7 @@ def read_order(run_dir: Path) -> RunOrder:
         )
     data_path = run_dir / document["data_path"]
     probe = _validated(run_dir, ProbePlan, "probe", document.get("probe", {}))
-    parent = document.get("parent_checkpoint")
+    parent, share = document.get("parent_checkpoint"), document.get("checkpoint_share")
     return RunOrder(
         run_dir,
         str(document["run_id"]),
@@ -113,6 +115,7 @@ def read_order(run_dir: Path) -> RunOrder:
         tuple(map(int, document.get("keep_checkpoints", ()))),
         None if parent is None else run_dir / parent,
         (run_dir / own["recipe_dir"]).resolve() if own else Path(),
+        None if share is None else float(share),
     )
 
 
@@ -247,7 +250,11 @@ def _session(order: RunOrder, heartbeat: Heartbeat, gate: Gate) -> _Session:
         recorder,
         NonFiniteGuard(recorder),
         Checkpointer(
-            recorder, order.run_dir / schema.CHECKPOINT_DIR, order.checkpoint_every, phase.last_step
+            recorder,
+            order.run_dir / schema.CHECKPOINT_DIR,
+            order.checkpoint_every,
+            phase.last_step,
+            order.checkpoint_share,
         ),
         HeldOutEvaluator(recorder, held_out),
         proof,

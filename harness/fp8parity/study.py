@@ -30,6 +30,10 @@ from fp8parity_analysis.json_files import read_json, write_json
 
 LOCK_FILE = ".lock"
 
+CHECKPOINT_SHARE = 0.02
+"""Of a run's time, the most that checkpoints of the default cadence may take: a short run costs little to train again,
+a second per checkpoint is a tenth of a one-minute run. A cadence that a recipe file names is kept to."""
+
 _OUR_DATA = re.compile(r"(\d+-)?(own|python-sources)-")
 """How the names of packed token files begin, with a process id while they are written."""
 
@@ -234,6 +238,8 @@ def _lay_out_run(run: PlannedRun, out: Path, matrix: Matrix, token_file: Path) -
     every = matrix.runtime.checkpoint_every or max(1, run.spec.train.steps // 10)
     recipe_dir = os.path.relpath(matrix.recipe_path.parent.resolve(), run_dir.resolve())
     document = run.to_json(matrix.name, data_path, every, recipe_dir)
+    if matrix.runtime.checkpoint_every is None:
+        document["checkpoint_share"] = CHECKPOINT_SHARE
     if run.role == schema.Role.CONTROL and matrix.runtime.keep_checkpoints:
         document["keep_checkpoints"] = list(matrix.runtime.keep_checkpoints)
     if run.parent_checkpoint is not None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from fp8parity import runner
-from fp8parity.checkpointing import checkpoints, newest_intact
+from fp8parity.checkpointing import Checkpointer, affordable, checkpoints, newest_intact
 from fp8parity.errors import InterruptedRunError, UsageError
 from fp8parity.module import LMModule
 from fp8parity_analysis import schema
@@ -90,3 +90,36 @@ def test_a_foreign_checkpoint_is_refused_before_a_row_is_cut(
     with pytest.raises(UsageError, match=r"step-000000004\.ckpt belongs to another run specification"):
         runner.train(ours)
     assert list(read_run(ours).curve["step"]) == list(range(1, 9))
+
+
+@pytest.mark.parametrize(
+    ("took", "elapsed", "may"),
+    [
+        ([], 0.0, True),  # what the first one takes is not known before
+        ([1.0], 99.0, False),
+        ([1.0], 100.0, True),
+        ([1.0, 3.0], 349.0, False),  # the next one is expected to take as long as the last
+        ([1.0, 3.0], 350.0, True),
+    ],
+)
+def test_checkpoints_keep_to_their_share(took: list[float], elapsed: float, may: bool) -> None:
+    assert affordable(took, elapsed, 0.02) is may
+    assert affordable(took, elapsed, None)
+
+
+def test_the_default_cadence_saves_less_often_where_saving_is_slow(
+    lay_out: LayOut, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved: list[int] = []
+
+    def saves(self: Checkpointer, trainer: Any) -> None:
+        saved.append(trainer.global_step)
+        self._took.append(3600.0)  # an hour each
+
+    monkeypatch.setattr(Checkpointer, "save", saves)
+    steps = {"base": {"train": {"steps": 12}}}
+    runner.train(lay_out({**steps, "runtime": {"checkpoint_every": None}}, "default")["bf16-0"])
+    assert saved == [1]  # a tenth of the steps, once
+    saved.clear()
+    runner.train(lay_out({**steps, "runtime": {"checkpoint_every": 5}}, "named")["bf16-0"])
+    assert saved == [5, 10]

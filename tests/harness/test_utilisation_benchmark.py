@@ -94,14 +94,17 @@ def test_handovers_are_measured_slot_by_slot(bench: ModuleType, trace: object) -
     assert bench.handovers(trace, {"a": 0, "b": 1, "c": 2}, STEPS) == []
 
 
+@pytest.mark.parametrize("pauses", [True, False])
 @pytest.mark.parametrize("name", ["GPU", "MINIATURE"])
 def test_the_recipes_are_valid(
-    bench: ModuleType, tmp_path: Path, corpus: Path, name: str, monkeypatch: pytest.MonkeyPatch
+    bench: ModuleType, tmp_path: Path, corpus: Path, name: str, pauses: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     path = tmp_path / "recipe.yaml"
-    path.write_text(yaml.safe_dump(bench.recipe_of(getattr(bench, name), corpus, 4, 4, 640)))
+    path.write_text(yaml.safe_dump(bench.recipe_of(getattr(bench, name), corpus, 4, 4, 640, pauses=pauses)))
     plan = matrix.read(path)
     assert (len(plan.runs), plan.pairs) == (8, 4)
     assert {run.spec.train.device for run in plan.runs} == {"cuda" if name == "GPU" else "cpu"}
+    assert {run.spec.train.eval_every for run in plan.runs} == {80 if pauses else 640}
+    assert plan.runtime.checkpoint_every == (None if pauses else 640)
     assert standby_of(plan) == "prove"
