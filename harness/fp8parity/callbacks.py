@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from itertools import product
 from typing import Any
 
 import lightning as L
@@ -115,10 +116,11 @@ class HeldOutEvaluator(L.Callback):
         context: Callable[[], Any] = trainer.precision_plugin.forward_context
         parts = self.rows.split(self._rows_per_batch)
         own = not isinstance(spec.model, ModelSpec)
+        models = dict.fromkeys((self._twin, module.decoder))
+        shapes = {part.shape: part for part in parts}  # the last one may be shorter
         with leaving_no_trace(module.decoder) if own else nullcontext():
-            for model in {self._twin, module.decoder}:
-                for part in {part.shape: part for part in parts}.values():  # the last one may be shorter
-                    held_out_loss(model, part, self._rows_per_batch, context)
+            for model, part in product(models, shapes.values()):
+                held_out_loss(model, part, self._rows_per_batch, context)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Do not evaluate again where a checkpoint was evaluated."""

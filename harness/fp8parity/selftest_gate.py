@@ -1,4 +1,7 @@
-"""The short selftest a study begins with, in a process of its own, once per machine and packages. Imports no torch."""
+"""The short selftest a study begins with, in a process of its own for each GPU, once per machine and packages.
+
+Imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ import platform
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +25,10 @@ from fp8parity_analysis.errors import BadInputError
 from fp8parity_analysis.json_files import read_json, write_json
 
 SELFTEST_FILE = "selftest.json"
-"""In the study directory: what was tested where (`key`), and the document of `selftest --quick --json`."""
+"""In the study directory: what was tested where (`key`), and the document of `selftest --quick --json`.
+
+On several GPUs the document is that of the first GPU at fault, or of the first; `by_gpu` has the outcome of each.
+"""
 
 
 def subjects_of(specs: Sequence[RunSpec]) -> list[str]:
@@ -50,11 +57,15 @@ def _passed_before(path: Path, key: dict[str, Any]) -> bool:
     return stored.get("key") == key and stored.get("right") is True
 
 
-def _test(out: Path, subjects: Sequence[str], device: str) -> subprocess.CompletedProcess[str]:
+def _test(
+    out: Path, subjects: Sequence[str], device: str, gpu: str | None
+) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "fp8parity", "selftest", "--quick", "--json", "--device", device]
     command += [part for subject in subjects for part in ("--recipe", subject)]
     # the runs' own cache folders: what Triton compiles for the selftest, the workers need not compile again
     environment = {**os.environ, **compile_caches(out), "TORCHAO_FORCE_SKIP_LOADING_SO_FILES": "1"}
+    if gpu is not None:
+        environment["CUDA_VISIBLE_DEVICES"] = gpu
     return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
 
 
@@ -63,8 +74,8 @@ def _last_words(text: str) -> str:
     return lines[-1] if lines else "no output"
 
 
-def _document(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
-    """Return what the selftest printed, or raise what kept it from printing."""
+def _document(done: subprocess.CompletedProcess[str], where: str) -> dict[str, Any]:
+    """Return what the selftest printed, or raise what kept it from printing, and `where` it was."""
     if done.returncode == EXIT_USAGE:
         said = [line for line in done.stderr.splitlines() if line.startswith("fp8parity: ")]
         raise UsageError(
@@ -72,15 +83,29 @@ def _document(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
         )
     if done.returncode not in (0, EXIT_INVALID):
         raise Fp8ParityError(
-            f"selftest: crashed with exit code {done.returncode} before any training: {_last_words(done.stderr)}; "
-            "run fp8parity selftest --quick to see it"
+            f"selftest: {where}crashed with exit code {done.returncode} before any training: "
+            f"{_last_words(done.stderr)}; run fp8parity selftest --quick to see it"
         )
     document: dict[str, Any] = json.loads(done.stdout)
     return document
 
 
+def _tested(
+    out: Path, subjects: Sequence[str], device: str, gpus: Sequence[str | None]
+) -> list[dict[str, Any]]:
+    """Return the document of each GPU, tested at the same time; without a GPU, of this machine's processor."""
+    with ThreadPoolExecutor(len(gpus)) as pool:
+        done = list(pool.map(lambda gpu: _test(out, subjects, device, gpu), gpus))
+    return [_document(process, where) for process, where in zip(done, _names(gpus), strict=True)]
+
+
+def _names(gpus: Sequence[str | None]) -> list[str]:
+    """Return `GPU 3: ` for each of several GPUs, nothing for the only one."""
+    return [f"GPU {gpu}: " if len(gpus) > 1 else "" for gpu in gpus]
+
+
 def require_sound_arithmetic(out: Path, specs: Sequence[RunSpec], say: Callable[[str], None]) -> None:
-    """Test the recipes and backends of `specs` on their device before any of them trains.
+    """Test the recipes and backends of `specs` on their device, every visible GPU, before any of them trains.
 
     The result is kept in `out`/selftest.json and holds until subjects, packages or machine change. Raises
     `KernelFaultError` naming each fault, `UsageError` for a subject this machine cannot run, `Fp8ParityError` when
@@ -93,14 +118,23 @@ def require_sound_arithmetic(out: Path, specs: Sequence[RunSpec], say: Callable[
     path, key = out / SELFTEST_FILE, key_of(subjects, device)
     if _passed_before(path, key):
         return
-    document = _document(_test(out, subjects, device))
-    missing = [f"{s['label']}: {s['reason']}" for s in document["subjects"] if s["status"] == "not_run"]
+    gpus: list[str | None] = [*(visible_gpus() if device != "cpu" else [])] or [None]
+    documents = _tested(out, subjects, device, gpus)
+    missing = [f"{s['label']}: {s['reason']}" for s in documents[0]["subjects"] if s["status"] == "not_run"]
     if missing:
         raise UsageError("\n".join(missing))
-    write_json(path, {"key": key, **document})
-    faults = [f"selftest: {s['label']}: {f['text']}" for s in document["subjects"] for f in s["faults"]]
+    worst = next((document for document in documents if not document["right"]), documents[0])
+    by_gpu = [{"gpu": gpu, "right": d["right"]} for gpu, d in zip(gpus, documents, strict=True)]
+    write_json(path, {"key": key, **worst, **({"by_gpu": by_gpu} if len(gpus) > 1 else {})})
+    faults = [
+        f"selftest: {where}{s['label']}: {f['text']}"
+        for where, document in zip(_names(gpus), documents, strict=True)
+        for s in document["subjects"]
+        for f in s["faults"]
+    ]
     if faults:
         raise KernelFaultError(
             "\n".join(faults) + f"\nselftest: nothing was trained; the measurements are in {path}"
         )
-    say(f"selftest: {', '.join(subjects)} right in {document['seconds']:.0f} s")
+    on = f" on {len(gpus)} GPUs" if len(gpus) > 1 else ""
+    say(f"selftest: {', '.join(subjects)} right{on} in {max(d['seconds'] for d in documents):.0f} s")

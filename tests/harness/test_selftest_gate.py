@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -38,11 +39,19 @@ class Selftest:
         self.commands: list[list[str]] = []
         self.environment: dict[str, str] = {}
         self.code, self.stderr = 0, ""
+        self.bad_gpu: str | None = None
+        self.gpus: list[str | None] = []
         self.subject: dict[str, Any] = {"status": "right", "reason": "", "faults": []}
 
     def __call__(self, command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
         self.commands.append(command)
         self.environment = options["env"]
+        gpu = self.environment.get("CUDA_VISIBLE_DEVICES")
+        self.gpus.append(gpu)
+        if self.bad_gpu is not None:
+            bad = gpu == self.bad_gpu
+            self.code = 12 if bad else 0
+            self.subject = {"status": "fault" if bad else "right", "reason": "", "faults": [FAULT] * bad}
         labels = [command[i + 1] for i, part in enumerate(command) if part == "--recipe"]
         subjects = [{"label": label, **self.subject} for label in labels]
         document = {"right": self.code == 0, "seconds": 1.0, "subjects": subjects}
@@ -109,6 +118,49 @@ def test_what_cannot_run_and_what_crashes_is_said(
     planted.code, planted.stderr = -11, "Segmentation fault\n"
     with pytest.raises(Fp8ParityError, match=r"crashed with exit code -11 before any training: Segmentation"):
         require_sound_arithmetic(tmp_path, specs, print)
+
+
+def on_gpus(specs: list[RunSpec], monkeypatch: pytest.MonkeyPatch, visible: str) -> list[RunSpec]:
+    """Return the specs for CUDA; tests at the same time would share the stand-in, so one at a time."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setattr(selftest_gate, "ThreadPoolExecutor", lambda n: ThreadPoolExecutor(1))
+    monkeypatch.setattr(selftest_gate, "query_gpus", lambda fields: ["NVIDIA H200, 580.1"] * 3)
+    return [s.model_copy(update={"train": s.train.model_copy(update={"device": "cuda"})}) for s in specs]
+
+
+def test_every_visible_gpu_is_tested(
+    specs: list[RunSpec], tmp_path: Path, planted: Selftest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    specs, said = on_gpus(specs, monkeypatch, "0,3,5"), []
+    planted.bad_gpu = "3"
+    with pytest.raises(KernelFaultError) as caught:
+        require_sound_arithmetic(tmp_path, specs, print)
+    assert planted.gpus == ["0", "3", "5"]
+    told = str(caught.value).splitlines()
+    assert told[0] == f"selftest: GPU 3: rowwise/torchao_float8: {FAULT['text']}"
+    assert all("GPU 3: " in line for line in told[:-1])
+    stored = json.loads((tmp_path / SELFTEST_FILE).read_text())
+    assert [(entry["gpu"], entry["right"]) for entry in stored["by_gpu"]] == [
+        ("0", True),
+        ("3", False),
+        ("5", True),
+    ]
+    assert stored["right"] is False  # so it is tested again
+    planted.bad_gpu = "none"
+    for _ in range(2):
+        require_sound_arithmetic(tmp_path, specs, said.append)
+    assert said == ["selftest: rowwise/torchao_float8, tensorwise/torchao_float8 right on 3 GPUs in 1 s"]
+    assert len(planted.gpus) == 6
+
+
+def test_one_gpu_has_no_number(
+    specs: list[RunSpec], tmp_path: Path, planted: Selftest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    specs = on_gpus(specs, monkeypatch, "3")
+    planted.bad_gpu = "3"
+    with pytest.raises(KernelFaultError, match="^selftest: rowwise/torchao_float8: GEMM output"):
+        require_sound_arithmetic(tmp_path, specs, print)
+    assert "by_gpu" not in json.loads((tmp_path / SELFTEST_FILE).read_text())
 
 
 def test_run_refuses_with_12_before_anything_trains(
