@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from fp8parity import launch, matrix, runner
+from fp8parity.callbacks import HeldOutEvaluator
 from fp8parity.errors import InterruptedRunError
 from fp8parity.jobs import Job
 from fp8parity.memory import PROCESS_BYTES
@@ -360,6 +362,30 @@ def test_a_run_that_waited_has_the_same_numbers(
     theirs, own = (read_json(path / schema.MANIFEST_FILE) for path in (undisturbed, waited))
     assert own["init_digest"] == theirs["init_digest"]
     assert own["execution"] == theirs["execution"]
+
+
+def test_evaluation_is_compiled_before_the_slot(
+    lay_out: LayOut, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiling = torch.nn.Module.compile
+    # the graphs are what counts here, not the code they become
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self: compiling(self, backend="eager"))
+    graphs: list[int] = []
+    start = HeldOutEvaluator.on_train_start  # the first thing after the gate that only this callback does
+
+    def noting(self: HeldOutEvaluator, trainer: Any, pl_module: Any) -> None:
+        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+        start(self, trainer, pl_module)
+
+    monkeypatch.setattr(HeldOutEvaluator, "on_train_start", noting)
+    changes = {"base": {"train": {"compile": "blocks", "eval_sequences": 6}}}  # the last batch is a short one
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(
+        recompile_limit=64, fail_on_recompile_limit_hit=True
+    ):  # put back afterwards
+        runner.train(lay_out(changes)["rowwise-0"])
+    assert graphs[0] > 0
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs[0]
 
 
 def test_a_worker_whose_launcher_is_gone_trains_nothing(
