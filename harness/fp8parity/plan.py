@@ -9,12 +9,13 @@ from typing import Any
 from fp8parity import layer_policy
 from fp8parity.devices import default_slots, visible_gpus
 from fp8parity.fork import fork_words
-from fp8parity.matrix import Matrix, PlannedRun, vocab_rows
+from fp8parity.matrix import Matrix, PlannedRun, resolve_data_path, vocab_rows
 from fp8parity.memory import FORMULA, PROCESS_BYTES, estimate
 from fp8parity.shapes import linear_shapes, parameter_count
-from fp8parity.spec import ModelSpec
+from fp8parity.spec import DataSpec, ModelSpec, RunSpec
 from fp8parity.standby import Depth
 from fp8parity.study import criteria_of
+from fp8parity.token_meta import read_meta
 from fp8parity_analysis.power_table import power_table
 from fp8parity_analysis.schema import SCHEMA_VERSION
 
@@ -62,7 +63,7 @@ def _arm(matrix: Matrix, runs: list[PlannedRun]) -> dict[str, Any]:
         "steps": spec.train.steps,
         "switch_at": spec.precision.switch_at,
         "fork_step": spec.fork_from.step if spec.fork_from else None,
-        "tokens_per_run": spec.train.steps * spec.train.tokens_per_step,
+        "tokens_per_run": _tokens(spec),
         "parameters": parameter_count(spec.model, rows),
         "memory": estimate(spec, rows).to_json(),
         "fp8_flop_share": plan.fp8_flop_share,
@@ -171,6 +172,27 @@ def _model_words(matrix: Matrix) -> list[str]:
     ]
 
 
+def _data_words(matrix: Matrix) -> list[str]:
+    """Say where a run reads its training tokens more than once: what it learns by heart is another question."""
+    told = {}
+    for spec in (run.spec for run in matrix.runs):
+        if isinstance(spec.data, DataSpec) and spec.data.source == "bin":
+            path, trained = resolve_data_path(spec, matrix.recipe_path.parent), _tokens(spec)
+            if (path, trained) not in told:
+                held = read_meta(path).train_tokens
+                told[path, trained] = (
+                    f"{path.name} holds {held:,} training tokens: a run of {trained:,} reads them "
+                    f"{trained / max(held, 1):.1f} times."
+                    if trained > held
+                    else ""
+                )
+    return [words for words in told.values() if words]
+
+
+def _tokens(spec: RunSpec) -> int:
+    return spec.train.steps * spec.train.tokens_per_step
+
+
 def plan_document(matrix: Matrix) -> dict[str, Any]:
     """Return the plan as JSON values; `words` says the same in sentences.
 
@@ -183,7 +205,7 @@ def plan_document(matrix: Matrix) -> dict[str, Any]:
     for run in matrix.runs:
         grouped.setdefault((run.group, run.arm), []).append(run)
     slots = slots_of(matrix)
-    tokens = sum(r.spec.train.steps * r.spec.train.tokens_per_step for r in matrix.runs)
+    tokens = sum(_tokens(run.spec) for run in matrix.runs)
     rate = matrix.runtime.tokens_per_s
     hours = tokens / rate / 3600 if rate else None
     detection = _detection(matrix)
@@ -217,7 +239,14 @@ def plan_document(matrix: Matrix) -> dict[str, Any]:
     forks = fork_words([run.spec for run in matrix.runs])
     return {
         **document,
-        "words": [*_cost_words(document, rate), *_model_words(matrix), *forks, *_tail_words(arms), *found],
+        "words": [
+            *_cost_words(document, rate),
+            *_data_words(matrix),
+            *_model_words(matrix),
+            *forks,
+            *_tail_words(arms),
+            *found,
+        ],
     }
 
 

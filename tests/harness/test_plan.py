@@ -9,6 +9,7 @@ import pytest
 from fp8parity import matrix
 from fp8parity.memory import estimate
 from fp8parity.plan import REFERENCE_RUN_SD, memory_of, plan_document, slots_of
+from fp8parity.token_meta import read_meta
 from fp8parity_analysis import planning
 
 from .conftest import WriteRecipe
@@ -95,6 +96,22 @@ def test_detection_equals_the_planning_functions(write_recipe: WriteRecipe, conf
     assert found["detectable_gap"] == pytest.approx(planning.detectable_gap(5, sd, alpha=alpha), rel=1e-5)
     assert found["expected_half_width"] == pytest.approx(planning.half_width(5, sd, alpha=alpha), rel=1e-5)
     assert found["seeds_for_equivalent"] == planning.seeds_needed(0.0025, sd, goal="equivalent", alpha=alpha)
+
+
+def test_tokens_read_more_than_once_are_told(write_recipe: WriteRecipe, corpus: Path) -> None:
+    held = read_meta(corpus).train_tokens
+
+    def told(steps: int) -> list[str]:
+        data = {"source": "bin", "path": str(corpus)}
+        recipe = write_recipe({"base": {"data": data, "train": {"steps": steps}}})
+        return [words for words in plan_document(matrix.read(recipe))["words"] if "training tokens" in words]
+
+    per_step = matrix.read(write_recipe()).runs[0].spec.train.tokens_per_step
+    assert told(held // per_step) == []
+    steps = 3 * held // per_step
+    assert told(steps) == [
+        f"corpus.bin holds {held:,} training tokens: a run of {steps * per_step:,} reads them 3.0 times."
+    ]
 
 
 def test_words_say_what_is_assumed(write_recipe: WriteRecipe) -> None:
