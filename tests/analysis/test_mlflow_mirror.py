@@ -352,6 +352,7 @@ def test_read_only_store_fails_in_words_and_catches_up_later(
     # A root user writes to read-only files, so sqlite itself is told.
     monkeypatch.setattr(mlflow_sink, "check_uri", lambda uri: uri)
     store = study / "mlflow.db"
+    monkeypatch.chdir(study.parent)  # MLflow makes folders named like such an address where it stands
     read_only = f"sqlite:///file:{store}?mode=ro&uri=true"
     said: list[str] = []
     follower = Follower(lambda: mirror(study, read_only), said.append)

@@ -176,9 +176,15 @@ def test_never_answers(
     warned(said, out, uri)
 
 
-def test_read_only(alone: Curves, beside: Callable[..., tuple[Path, str]], tmp_path: Path) -> None:
+def test_read_only(
+    alone: Curves,
+    beside: Callable[..., tuple[Path, str]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     from mlflow.tracking import MlflowClient
 
+    monkeypatch.chdir(tmp_path)  # MLflow makes folders named like such an address where it stands
     store = tmp_path / "mlflow.db"
     MlflowClient(tracking_uri=f"sqlite:///{store}").search_experiments()
     uri = f"sqlite:///file:{store}?mode=ro&uri=true"  # a root user writes to read-only files: sqlite itself is told
