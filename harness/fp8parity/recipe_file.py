@@ -128,7 +128,7 @@ class RuntimeSpec(Frozen):
     checkpoint_every: PositiveInt | None = Field(
         None,
         description="Optimizer steps; default: a tenth of the steps, fewer checkpoints where they would take more than "
-        "2 % of the time.",
+        "1 % of the time.",
     )
     keep_checkpoints: tuple[PositiveInt, ...] = Field(
         (),

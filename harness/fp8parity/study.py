@@ -30,7 +30,7 @@ from fp8parity_analysis.json_files import read_json, write_json
 
 LOCK_FILE = ".lock"
 
-CHECKPOINT_SHARE = 0.02
+CHECKPOINT_SHARE = 0.01
 """Of a run's time, the most that checkpoints of the default cadence may take: a short run costs little to train again,
 a second per checkpoint is a tenth of a one-minute run. A cadence that a recipe file names is kept to."""
 
