@@ -1,8 +1,8 @@
 """How much of a device's time the launcher turns into training: short BF16 and FP8 runs, one to four at a time.
 
     python benchmarks/utilisation.py --part slots [--json FILE]                  # about 6 minutes on an H200
-    python benchmarks/utilisation.py --part minute [--rate 565000] [--json FILE] # about 6 minutes, 5 with --rate
-    python benchmarks/utilisation.py --part three [--rate 565000] [--json FILE]  # about 8 minutes
+    python benchmarks/utilisation.py --part minute [--rate 410000] [--json FILE] # about 6 minutes, 5 with --rate
+    python benchmarks/utilisation.py --part three [--rate 410000] [--json FILE]  # about 8 minutes
     python benchmarks/utilisation.py --device cpu --miniature                              # tries it out
 
 Each part is one study of the 25m preset, half BF16 and half rowwise, launched as `fp8parity run` does it.
@@ -361,7 +361,7 @@ class Bench:
                     self.scan[slots] = self.found[part]["steady_tokens_per_s"]
 
     def rounds_part(self, part: str) -> None:
-        """Train two rounds of runs of the part's length and compare the utilisation with what is wanted."""
+        """Train the rounds of runs of the part's length and compare the utilisation with what is wanted."""
         seconds, rounds, wanted = PARTS[part]
         if self.has_time(part, START_SECONDS + 1.05 * rounds * seconds * self.setting.seconds):
             slots = self.setting.slots

@@ -103,10 +103,11 @@ class HeldOutEvaluator(L.Callback):
         self._twin: torch.nn.Module | None = None
         self._done = 0
 
-    def prepare(self, trainer: L.Trainer, module: LMModule) -> None:
+    def prepare(self, trainer: L.Trainer, module: LMModule, beat: Callable[[], None]) -> None:
         """Build the twin once the parameters are where they stay; compile what evaluates, where blocks are compiled.
 
-        Otherwise the first evaluation would compile in the midst of training, in the slot's time. Changes nothing.
+        Otherwise the first evaluation would compile in the midst of training, in the slot's time. Changes nothing;
+        calls `beat` after each thing that may take long.
         """
         self.rows = self.rows.to(module.device)
         spec = self.recorder.spec
@@ -121,6 +122,7 @@ class HeldOutEvaluator(L.Callback):
         with leaving_no_trace(module.decoder) if own else nullcontext():
             for model, part in product(models, shapes.values()):
                 held_out_loss(model, part, self._rows_per_batch, context)
+                beat()
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Do not evaluate again where a checkpoint was evaluated."""
@@ -172,13 +174,15 @@ class HeldOutEvaluator(L.Callback):
 class EvaluatorBeforeTraining(L.Callback):
     """Prepares the evaluator while there is no slot to be waited for; stands before `StandbyBeforeTraining`."""
 
-    def __init__(self, evaluator: HeldOutEvaluator) -> None:
+    def __init__(self, evaluator: HeldOutEvaluator, heartbeat: Heartbeat) -> None:
         self.evaluator = evaluator
+        self.heartbeat = heartbeat
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Prepare it; the parameters are on their device."""
+        """Prepare it; the parameters are on their device, the proof has just ended."""
         assert isinstance(pl_module, LMModule)
-        self.evaluator.prepare(trainer, pl_module)
+        self.heartbeat.beat()
+        self.evaluator.prepare(trainer, pl_module, self.heartbeat.beat)
 
 
 class NonFiniteGuard(L.Callback):

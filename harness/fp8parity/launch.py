@@ -72,7 +72,7 @@ class Launcher:
     """Runs jobs in slots until none is left; `launch` is the entry point.
 
     A job's slot is free once its result is on the disk: what its process does after that, seconds on a GPU, is no
-    training. Its memory counts until the process ends.
+    training. Its memory counts until the process ends; on a GPU whose memory is not counted the slot waits for that.
 
     Jobs start in the order of the queue. One waits while its device has no slot, or too little memory for its
     estimate beside those that run there; alone on a device it always starts. With `depth` the next runs' workers
@@ -128,10 +128,13 @@ class Launcher:
     def _note_results(self) -> None:
         """Learn which runs have their result although their processes have not ended yet."""
         for job in self.running:
-            job.outcome = job.outcome or _result_of(job.run_dir) or ""
+            if not job.outcome:
+                job.outcome = _result_of(job.run_dir) or ""
+                self.news = self.news or bool(job.outcome)
 
     def _free_slots(self) -> list[int]:
-        taken = {job.slot for job in self.running if not job.outcome}
+        held_blindly = bool(self.gpus) and self.device_bytes is None
+        taken = {job.slot for job in self.running if held_blindly or not job.outcome}
         return [slot for slot in range(self.slots) if slot not in taken]
 
     def _on_device(self, jobs: Sequence[Job], slot: int) -> list[Job]:
@@ -299,8 +302,8 @@ class Launcher:
     def _run(self) -> None:
         with stopping_with(self._note_signal):
             while self.queue or self.running or self.standbys:
-                self._drop_unwanted()
                 self._note_results()
+                self._drop_unwanted()
                 self._start_what_fits()
                 self._prepare_next()
                 self._free_what_waits_elsewhere()

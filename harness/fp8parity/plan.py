@@ -173,20 +173,24 @@ def _model_words(matrix: Matrix) -> list[str]:
 
 
 def _data_words(matrix: Matrix) -> list[str]:
-    """Say where a run reads its training tokens more than once: what it learns by heart is another question."""
+    """Say where a run reads its training tokens more than once: what it learns by heart is another question.
+
+    Known of token files only; other data are packed when the study begins. A fork goes on where its parent stopped.
+    """
     told = {}
     for spec in (run.spec for run in matrix.runs):
         if isinstance(spec.data, DataSpec) and spec.data.source == "bin":
-            path, trained = resolve_data_path(spec, matrix.recipe_path.parent), _tokens(spec)
-            if (path, trained) not in told:
-                held = read_meta(path).train_tokens
-                told[path, trained] = (
-                    f"{path.name} holds {held:,} training tokens: a run of {trained:,} reads them "
-                    f"{trained / max(held, 1):.1f} times."
-                    if trained > held
-                    else ""
-                )
-    return [words for words in told.values() if words]
+            path = resolve_data_path(spec, matrix.recipe_path.parent)
+            before = spec.batches_before * spec.train.batch_size * spec.train.context
+            told[path, before, before + _tokens(spec)] = path.name
+    held = {path: read_meta(path).train_tokens for path, _, _ in told}
+    return [
+        f"{name} holds {held[path]:,} training tokens: a run of {end - before:,}"
+        + (f", {before:,} of its parent's before it," if before else "")
+        + f" reads them {end / held[path]:.2f} times."
+        for (path, before, end), name in told.items()
+        if end > held[path] > 0
+    ]
 
 
 def _tokens(spec: RunSpec) -> int:

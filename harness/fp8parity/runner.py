@@ -284,7 +284,7 @@ def _trainer(session: _Session) -> L.Trainer:
     callbacks: list[L.Callback] = [
         LifeSigns(session.heartbeat),
         session.proof,
-        EvaluatorBeforeTraining(session.evaluator),
+        EvaluatorBeforeTraining(session.evaluator, session.heartbeat),
         StandbyBeforeTraining(session.gate, session.heartbeat),
         session.recorder,
         session.evaluator,
@@ -408,7 +408,9 @@ def _train_session(order: RunOrder, gate: Gate) -> None:
     """Train from the last checkpoint to the end, phase by phase, and write the manifest."""
     attempt = _Attempt(datetime.now(UTC), time.perf_counter(), Heartbeat(order.run_dir), age_seconds())
     while not _train_phase(order, gate, attempt):
-        # the next phase builds a model of its own, and both together may not fit the device
+        # The next phase builds a model of its own, and both together may not fit the device. It compiles as a process
+        # does that resumes here: without the sizes that the compiler saw in this phase.
+        torch._dynamo.reset()
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()

@@ -37,15 +37,15 @@ def subjects_of(specs: Sequence[RunSpec]) -> list[str]:
     return sorted(f"{r}/{b}" + ("/master" if source == "master" else "") for r, b, source in fp8)
 
 
-def key_of(subjects: Sequence[str], device: str) -> dict[str, Any]:
-    """Return what a stored result is valid for: subjects, packages, machine and GPUs."""
+def key_of(subjects: Sequence[str], device: str, gpus: Sequence[str]) -> dict[str, Any]:
+    """Return what a stored result is valid for: subjects, packages, machine and the very GPUs that were tested."""
     return {
         "selftest_version": SELFTEST_VERSION,
         "subjects": list(subjects),
         "device": device,
         "packages": package_versions(),
         "machine": platform.machine(),
-        "gpus": query_gpus("name,driver_version") if device != "cpu" and visible_gpus() else [],
+        "gpus": query_gpus("uuid,name,driver_version", gpus) if gpus else [],
     }
 
 
@@ -74,67 +74,80 @@ def _last_words(text: str) -> str:
     return lines[-1] if lines else "no output"
 
 
-def _document(done: subprocess.CompletedProcess[str], where: str) -> dict[str, Any]:
-    """Return what the selftest printed, or raise what kept it from printing, and `where` it was."""
+def _document(done: subprocess.CompletedProcess[str]) -> dict[str, Any] | None:
+    """Return what the selftest printed; None when it did not come to that."""
+    if done.returncode not in (0, EXIT_INVALID):
+        return None
+    document: dict[str, Any] = json.loads(done.stdout)
+    return document
+
+
+def _require_document(done: subprocess.CompletedProcess[str], gpu: str | None, where: str) -> None:
+    """Raise what kept the selftest from printing, and where that was."""
     if done.returncode == EXIT_USAGE:
         said = [line for line in done.stderr.splitlines() if line.startswith("fp8parity: ")]
         raise UsageError(
             "\n".join(line.removeprefix("fp8parity: ") for line in said) or _last_words(done.stderr)
         )
-    if done.returncode not in (0, EXIT_INVALID):
+    if _document(done) is None:
+        on = "" if gpu is None else f"CUDA_VISIBLE_DEVICES={gpu} "
         raise Fp8ParityError(
             f"selftest: {where}crashed with exit code {done.returncode} before any training: "
-            f"{_last_words(done.stderr)}; run fp8parity selftest --quick to see it"
+            f"{_last_words(done.stderr)}; run {on}fp8parity selftest --quick to see it"
         )
-    document: dict[str, Any] = json.loads(done.stdout)
-    return document
 
 
-def _tested(
-    out: Path, subjects: Sequence[str], device: str, gpus: Sequence[str | None]
-) -> list[dict[str, Any]]:
-    """Return the document of each GPU, tested at the same time; without a GPU, of this machine's processor."""
-    with ThreadPoolExecutor(len(gpus)) as pool:
-        done = list(pool.map(lambda gpu: _test(out, subjects, device, gpu), gpus))
-    return [_document(process, where) for process, where in zip(done, _names(gpus), strict=True)]
+def require_sound_arithmetic(
+    out: Path, specs: Sequence[RunSpec], say: Callable[[str], None], slots: int | None = None
+) -> None:
+    """Test the recipes and backends of `specs` on their device before any of them trains.
 
-
-def _names(gpus: Sequence[str | None]) -> list[str]:
-    """Return `GPU 3: ` for each of several GPUs, nothing for the only one."""
-    return [f"GPU {gpu}: " if len(gpus) > 1 else "" for gpu in gpus]
-
-
-def require_sound_arithmetic(out: Path, specs: Sequence[RunSpec], say: Callable[[str], None]) -> None:
-    """Test the recipes and backends of `specs` on their device, every visible GPU, before any of them trains.
-
-    The result is kept in `out`/selftest.json and holds until subjects, packages or machine change. Raises
-    `KernelFaultError` naming each fault, `UsageError` for a subject this machine cannot run, `Fp8ParityError` when
-    the selftest itself crashes.
+    That is every visible GPU that `slots` runs at a time use (None: all), at the same time. The result is kept in
+    `out`/selftest.json and holds until subjects, packages, machine or GPUs change. Raises `KernelFaultError` naming
+    each fault, `UsageError` for a subject this machine cannot run, `Fp8ParityError` when a selftest itself crashes.
     """
     subjects = subjects_of(specs)
     if not subjects:
         return
     device = specs[0].train.device
-    path, key = out / SELFTEST_FILE, key_of(subjects, device)
+    visible = visible_gpus()[:slots] if device != "cpu" else []
+    path, key = out / SELFTEST_FILE, key_of(subjects, device, visible)
     if _passed_before(path, key):
         return
-    gpus: list[str | None] = [*(visible_gpus() if device != "cpu" else [])] or [None]
-    documents = _tested(out, subjects, device, gpus)
-    missing = [f"{s['label']}: {s['reason']}" for s in documents[0]["subjects"] if s["status"] == "not_run"]
+    gpus: list[str | None] = [*visible] or [None]
+    with ThreadPoolExecutor(len(gpus)) as pool:
+        tested = list(pool.map(lambda gpu: _test(out, subjects, device, gpu), gpus))
+    names = [f"GPU {gpu}: " if len(gpus) > 1 else "" for gpu in gpus]
+    documents = [_document(done) for done in tested]
+    told = [
+        (where, document, subject)
+        for where, document in zip(names, documents, strict=True)
+        if document is not None
+        for subject in document["subjects"]
+    ]
+
+    def keep(document: dict[str, Any]) -> None:
+        right = [None if d is None else d["right"] for d in documents]
+        by_gpu = [{"gpu": gpu, "right": r} for gpu, r in zip(gpus, right, strict=True)]
+        write_json(path, {"key": key, **document, **({"by_gpu": by_gpu} if len(gpus) > 1 else {})})
+
+    faults = [
+        (f"selftest: {where}{subject['label']}: {fault['text']}", document)
+        for where, document, subject in told
+        for fault in subject["faults"]
+    ]
+    if faults:  # before anything that kept another GPU's test from its end
+        keep(faults[0][1])
+        raise KernelFaultError(
+            "\n".join(words for words, _ in faults)
+            + f"\nselftest: nothing was trained; the measurements are in {path}"
+        )
+    for done, gpu, where in zip(tested, gpus, names, strict=True):
+        _require_document(done, gpu, where)
+    missing = [f"{where}{s['label']}: {s['reason']}" for where, _, s in told if s["status"] == "not_run"]
     if missing:
         raise UsageError("\n".join(missing))
-    worst = next((document for document in documents if not document["right"]), documents[0])
-    by_gpu = [{"gpu": gpu, "right": d["right"]} for gpu, d in zip(gpus, documents, strict=True)]
-    write_json(path, {"key": key, **worst, **({"by_gpu": by_gpu} if len(gpus) > 1 else {})})
-    faults = [
-        f"selftest: {where}{s['label']}: {f['text']}"
-        for where, document in zip(_names(gpus), documents, strict=True)
-        for s in document["subjects"]
-        for f in s["faults"]
-    ]
-    if faults:
-        raise KernelFaultError(
-            "\n".join(faults) + f"\nselftest: nothing was trained; the measurements are in {path}"
-        )
+    keep(told[0][1])
     on = f" on {len(gpus)} GPUs" if len(gpus) > 1 else ""
-    say(f"selftest: {', '.join(subjects)} right{on} in {max(d['seconds'] for d in documents):.0f} s")
+    seconds = max(document["seconds"] for _, document, _ in told)
+    say(f"selftest: {', '.join(subjects)} right{on} in {seconds:.0f} s")

@@ -98,7 +98,7 @@ def _train_missing(
     if done == len(run_dirs):
         return []
     specs = [run.spec for run in plan.runs]
-    require_sound_arithmetic(out, specs, lambda words: console.print(words, markup=False))
+    require_sound_arithmetic(out, specs, lambda words: console.print(words, markup=False), slots)
     # who asks for a number of slots gets it; else no more runs go together than memory is estimated to hold
     memory = None if asked or plan.runtime.slots else memory_of(plan)
     with live_runs(console, done) as on_change:

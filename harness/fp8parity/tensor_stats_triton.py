@@ -6,10 +6,10 @@ extremes. The second reads x once per cast. Both read x as it lies in memory: a 
 elements share a scale. Both write float64 partial sums per tile, which are added in a fixed order without atomics, so
 that a result repeats itself bit for bit.
 
-What makes fp32 enough: sums are taken of multiples of a power of two near the largest element of the tile (first pass)
-or 2^-48 of that of the tensor (second pass), so that no square leaves the range; what is smaller than the tensor's
-amax by more than 2^113 is nothing to its error. Codes are classified by thresholds on the scaled value, which is exact
-because rounding is monotone and ties go to the even code:
+What makes fp32 enough: sums are taken of multiples of a power of two near the largest element of the tile (first pass),
+or of scaled values and then of multiples of 2^-48 of the tensor's amax (second pass), so that no square leaves the
+range; an error below 2^-84 of its group's amax, or 2^-113 of the tensor's, is nothing beside the others. Codes are
+classified by thresholds on the scaled value, which is exact because rounding is monotone and ties go to the even code:
 
     code = 0           iff  scaled <= half the smallest subnormal number
     code is subnormal  iff  half of it < scaled < smallest normal - half the smallest subnormal number
@@ -630,6 +630,8 @@ class FusedCasts:
         parts, group_parts = partial, partial[7 * programs :]
         out = self.x.new_empty(len(SUMS) + len(PEAKS), dtype=torch.float64)
         tiny = torch.finfo(plan.dtype).tiny
+        # the scale of the present amax, exactly
+        fresh = scale is None and plan.jitter == 1.0
         with torch.cuda.device_of(self.x):
             _group_kernel[(group_programs,)](
                 amax,
@@ -663,7 +665,7 @@ class FusedCasts:
                 column_stride,
                 programs,
                 AXIS=axis,
-                FRESH=scale is None and plan.jitter == 1.0,
+                FRESH=fresh,
                 MANTISSA=_MANTISSA[plan.format],
                 LARGEST=plan.max_value,
                 TINY=tiny,
@@ -673,7 +675,7 @@ class FusedCasts:
                 TILE=BLOCK,
                 VECTOR=VECTOR,
                 num_warps=WARPS,
-                maxnreg=REGISTERS[axis] if scale is None else STALE_REGISTERS,
+                maxnreg=REGISTERS[axis] if fresh else STALE_REGISTERS,
             )
             _finish_kernel[(1,)](
                 parts,

@@ -238,7 +238,8 @@ def test_controls_serve_the_arms_that_go_on() -> None:
 def test_the_launcher_starts_nothing_that_is_not_wanted_any_more(
     tmp_path: Path, study_with: Callable[..., list[Path]]
 ) -> None:
-    dirs = study_with([{**DONE, "until": "run1/prepared"}], [DONE], [DONE], [DONE])
+    # the first one's slot is free before its process ends
+    dirs = study_with([{**DONE, "until": "run1/prepared", "lingers": "run3/begun"}], [DONE], [DONE], [DONE])
 
     def unwanted() -> dict[str, str]:
         return {"run1": "why", "run2": "why"} if (dirs[0] / schema.MANIFEST_FILE).exists() else {}

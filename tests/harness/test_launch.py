@@ -153,6 +153,24 @@ def test_a_slot_is_free_once_the_result_is_there(
     assert [attempts(d) for d in dirs] == [1, 1, 1]
 
 
+def test_a_gpu_whose_memory_nobody_counts_is_given_to_one_process_after_the_other(
+    tmp_path: Path, study_with: Callable[..., list[Path]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    dirs = study_with([{**DONE, "lingers": "gate"}], [DONE])
+    looks: list[list[str]] = []
+
+    def look(states: list[RunState]) -> None:
+        found = {state.run_id: state.state for state in states}
+        looks.append([found["run0"], found["run1"]])
+        if looks[-3:] == [["finished", "waiting"]] * 3:
+            (tmp_path / schema.RUNS_DIR / "gate").touch()
+
+    launch.launch(tmp_path, dirs, slots=1, use_gpus=True, on_change=look)
+    events = [(line["run_id"], line["event"]) for line in ledger(tmp_path)]
+    assert events.index(("run0", "finished")) < events.index(("run1", "started"))
+
+
 def test_what_lingers_holds_its_memory(
     tmp_path: Path, study_with: Callable[..., list[Path]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

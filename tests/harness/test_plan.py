@@ -109,8 +109,9 @@ def test_tokens_read_more_than_once_are_told(write_recipe: WriteRecipe, corpus: 
     per_step = matrix.read(write_recipe()).runs[0].spec.train.tokens_per_step
     assert told(held // per_step) == []
     steps = 3 * held // per_step
+    read = steps * per_step
     assert told(steps) == [
-        f"corpus.bin holds {held:,} training tokens: a run of {steps * per_step:,} reads them 3.0 times."
+        f"corpus.bin holds {held:,} training tokens: a run of {read:,} reads them {read / held:.2f} times."
     ]
 
 

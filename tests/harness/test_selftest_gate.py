@@ -40,6 +40,8 @@ class Selftest:
         self.environment: dict[str, str] = {}
         self.code, self.stderr = 0, ""
         self.bad_gpu: str | None = None
+        self.crashing_gpu: str | None = None
+        self.poor_gpu: str | None = None
         self.gpus: list[str | None] = []
         self.subject: dict[str, Any] = {"status": "right", "reason": "", "faults": []}
 
@@ -50,8 +52,10 @@ class Selftest:
         self.gpus.append(gpu)
         if self.bad_gpu is not None:
             bad = gpu == self.bad_gpu
-            self.code = 12 if bad else 0
+            self.code = 12 if bad else -9 if gpu == self.crashing_gpu else 0
             self.subject = {"status": "fault" if bad else "right", "reason": "", "faults": [FAULT] * bad}
+            if gpu == self.poor_gpu:
+                self.subject = {"status": "not_run", "reason": "needs Hopper", "faults": []}
         labels = [command[i + 1] for i, part in enumerate(command) if part == "--recipe"]
         subjects = [{"label": label, **self.subject} for label in labels]
         document = {"right": self.code == 0, "seconds": 1.0, "subjects": subjects}
@@ -124,7 +128,7 @@ def on_gpus(specs: list[RunSpec], monkeypatch: pytest.MonkeyPatch, visible: str)
     """Return the specs for CUDA; tests at the same time would share the stand-in, so one at a time."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     monkeypatch.setattr(selftest_gate, "ThreadPoolExecutor", lambda n: ThreadPoolExecutor(1))
-    monkeypatch.setattr(selftest_gate, "query_gpus", lambda fields: ["NVIDIA H200, 580.1"] * 3)
+    monkeypatch.setattr(selftest_gate, "query_gpus", lambda fields, gpus: [f"GPU-{gpu}" for gpu in gpus])
     return [s.model_copy(update={"train": s.train.model_copy(update={"device": "cuda"})}) for s in specs]
 
 
@@ -151,6 +155,40 @@ def test_every_visible_gpu_is_tested(
         require_sound_arithmetic(tmp_path, specs, said.append)
     assert said == ["selftest: rowwise/torchao_float8, tensorwise/torchao_float8 right on 3 GPUs in 1 s"]
     assert len(planted.gpus) == 6
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,3,6")  # what passed was another set of GPUs
+    require_sound_arithmetic(tmp_path, specs, said.append)
+    assert len(planted.gpus) == 9
+
+
+def test_a_fault_comes_before_a_crash_elsewhere(
+    specs: list[RunSpec], tmp_path: Path, planted: Selftest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    specs = on_gpus(specs, monkeypatch, "0,1,2")
+    planted.crashing_gpu, planted.bad_gpu = "0", "2"
+    with pytest.raises(KernelFaultError, match="GPU 2: rowwise"):
+        require_sound_arithmetic(tmp_path, specs, print)
+    stored = json.loads((tmp_path / SELFTEST_FILE).read_text())
+    assert [entry["right"] for entry in stored["by_gpu"]] == [None, True, False]
+    (tmp_path / SELFTEST_FILE).unlink()
+    planted.bad_gpu = "none"
+    with pytest.raises(
+        Fp8ParityError,
+        match="GPU 0: crashed with exit code -9 .*run CUDA_VISIBLE_DEVICES=0 fp8parity selftest",
+    ):
+        require_sound_arithmetic(tmp_path, specs, print)
+    assert not (tmp_path / SELFTEST_FILE).exists()
+    planted.crashing_gpu, planted.poor_gpu = None, "1"
+    with pytest.raises(UsageError, match="^GPU 1: rowwise/torchao_float8: needs Hopper"):
+        require_sound_arithmetic(tmp_path, specs, print)
+
+
+def test_gpus_that_no_run_uses_are_left_alone(
+    specs: list[RunSpec], tmp_path: Path, planted: Selftest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    specs = on_gpus(specs, monkeypatch, "0,1,2,3")
+    planted.bad_gpu = "2"
+    require_sound_arithmetic(tmp_path, specs, print, slots=2)
+    assert planted.gpus == ["0", "1"]
 
 
 def test_one_gpu_has_no_number(
