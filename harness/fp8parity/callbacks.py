@@ -12,6 +12,7 @@ import lightning as L
 import torch
 from torch import Tensor
 
+from fp8parity.after_step import AfterStep
 from fp8parity.data import BatchPlan
 from fp8parity.errors import ExecutionMismatchError
 from fp8parity.heldout import bf16_twin, held_out_loss
@@ -90,7 +91,7 @@ class ProofBeforeTraining(L.Callback):
             raise ExecutionMismatchError(f"the run would not execute what it declares: {shown}{more}")
 
 
-class HeldOutEvaluator(L.Callback):
+class HeldOutEvaluator(AfterStep):
     """Evaluates at declared optimizer steps.
 
     Lightning's own `val_check_interval` counts micro-batches and would fire in the middle of an accumulation.
@@ -101,7 +102,6 @@ class HeldOutEvaluator(L.Callback):
         self.rows = rows
         self.seconds = 0.0
         self._twin: torch.nn.Module | None = None
-        self._done = 0
 
     def prepare(self, trainer: L.Trainer, module: LMModule, beat: Callable[[], None]) -> None:
         """Build the twin once the parameters are where they stay; compile what evaluates, where blocks are compiled.
@@ -124,28 +124,14 @@ class HeldOutEvaluator(L.Callback):
                 held_out_loss(model, part, self._rows_per_batch, context)
                 beat()
 
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Do not evaluate again where a checkpoint was evaluated."""
-        self._done = trainer.global_step
-
-    def on_train_batch_end(
-        self,
-        trainer: L.Trainer,
-        pl_module: L.LightningModule,
-        outputs: Any,
-        batch: MicroBatch,
-        batch_idx: int,
-    ) -> None:
+    def after_step(self, trainer: L.Trainer, module: LMModule, step: int) -> None:
         """Evaluate after every `eval_every` optimizer steps and after the last."""
         train = self.recorder.spec.train
-        step = trainer.global_step
-        if step == self._done or (step % train.eval_every and step != train.steps):
+        if step % train.eval_every and step != train.steps:
             return
-        assert isinstance(pl_module, LMModule)
-        self._done = step
         self.recorder.flush()
         began = time.perf_counter()
-        rows = self._evaluate(trainer, pl_module, step)
+        rows = self._evaluate(trainer, module, step)
         self.seconds += time.perf_counter() - began  # the losses are on the host: nothing is left to wait for
         self.recorder.writer.append_evals(rows)
         self.recorder.restart_clock()

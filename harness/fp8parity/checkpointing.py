@@ -9,18 +9,18 @@ import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 import lightning as L
 import torch
 
+from fp8parity.after_step import AfterStep
 from fp8parity.errors import InterruptedRunError, UsageError
-from fp8parity.module import MicroBatch
+from fp8parity.module import LMModule
 from fp8parity.recorder import CurveRecorder
 from fp8parity.spec import RunSpec
 
 
-class Checkpointer(L.Callback):
+class Checkpointer(AfterStep):
     """Saves by rename every `every` optimizer steps, after the rows up to that step are on the disk; keeps two.
 
     With a `share`, a step is left out where saving would take more than that of the time (`affordable`). The step
@@ -42,31 +42,20 @@ class Checkpointer(L.Callback):
         self.every = every
         self.phase_end = phase_end
         self.share = share
-        self._done = 0
         self._began = time.monotonic()
         self._took: list[float] = []
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Do not save again what was just loaded."""
-        self._done = trainer.global_step
+        """Count the time from here."""
+        super().on_train_start(trainer, pl_module)
         self._began = time.monotonic()
 
-    def on_train_batch_end(
-        self,
-        trainer: L.Trainer,
-        pl_module: L.LightningModule,
-        outputs: Any,
-        batch: MicroBatch,
-        batch_idx: int,
-    ) -> None:
+    def after_step(self, trainer: L.Trainer, module: LMModule, step: int) -> None:
         """Save when the cadence says so; the last step needs no checkpoint, nor does one at which a guard stopped.
 
         Resumed from it, a run that was killed before its manifest would train on where it ended undisturbed.
         """
-        step = trainer.global_step
-        if trainer.should_stop:
-            return
-        if step == self._done or step >= self.recorder.spec.train.steps:
+        if trainer.should_stop or step >= self.recorder.spec.train.steps:
             return
         due = step % self.every == 0 and affordable(self._took, time.monotonic() - self._began, self.share)
         if due or step == self.phase_end:
@@ -74,7 +63,6 @@ class Checkpointer(L.Callback):
 
     def save(self, trainer: L.Trainer) -> None:
         """Write a checkpoint of the current step."""
-        self._done = trainer.global_step
         self.recorder.flush()
         began = time.monotonic()
         write_checkpoint(trainer, self.directory / f"step-{trainer.global_step:09d}.ckpt")
@@ -153,36 +141,26 @@ def _is_intact(path: Path) -> bool:
         return False
 
 
-class StopOnSignal(L.Callback):
+class StopOnSignal(AfterStep):
     """SIGTERM and Ctrl-C end the run at the next optimizer step, with a checkpoint: run again to resume."""
 
     def __init__(self, checkpointer: Checkpointer) -> None:
         self.checkpointer = checkpointer
         self.received: int | None = None
-        self._step = 0
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Take the signals from Lightning, which gives back the originals when it ends."""
-        self._step = trainer.global_step
+        super().on_train_start(trainer, pl_module)
         signal.signal(signal.SIGTERM, self._note)
         signal.signal(signal.SIGINT, self._note)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.received = number
 
-    def on_train_batch_end(
-        self,
-        trainer: L.Trainer,
-        pl_module: L.LightningModule,
-        outputs: Any,
-        batch: MicroBatch,
-        batch_idx: int,
-    ) -> None:
+    def after_step(self, trainer: L.Trainer, module: LMModule, step: int) -> None:
         """Save and leave, between optimizer steps only."""
-        step = trainer.global_step
         ends = trainer.should_stop or step >= self.checkpointer.recorder.spec.train.steps
-        if self.received is None or step == self._step or ends:
-            self._step = step
+        if self.received is None or ends:
             return
         self.checkpointer.save(trainer)
         name = signal.Signals(self.received).name

@@ -10,17 +10,18 @@ from typing import Any
 import lightning as L
 import torch
 
+from fp8parity.after_step import AfterStep
 from fp8parity.checkpointing import write_checkpoint
 from fp8parity.data import file_sha256
 from fp8parity.fork import kept_file, side_file
 from fp8parity.fork_state import StartState, digests, read_state
-from fp8parity.module import MicroBatch
+from fp8parity.module import LMModule
 from fp8parity.recorder import CurveRecorder
 from fp8parity.spec import ParentState, RunSpec
 from fp8parity_analysis.json_files import write_json
 
 
-class CheckpointKeeper(L.Callback):
+class CheckpointKeeper(AfterStep):
     """Writes the checkpoint of each step in `steps` once, with the document that `fork.Parents` reads."""
 
     def __init__(
@@ -31,26 +32,10 @@ class CheckpointKeeper(L.Callback):
         self.spec = spec
         self.data_sha256 = data_sha256
         self.steps = frozenset(steps)
-        self._done = 0
 
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Do not keep again the step that was just loaded."""
-        self._done = trainer.global_step
-
-    def on_train_batch_end(
-        self,
-        trainer: L.Trainer,
-        pl_module: L.LightningModule,
-        outputs: Any,
-        batch: MicroBatch,
-        batch_idx: int,
-    ) -> None:
+    def after_step(self, trainer: L.Trainer, module: LMModule, step: int) -> None:
         """Keep a named step, unless a guard has stopped the run there."""
-        step = trainer.global_step
-        if step == self._done or trainer.should_stop:
-            return
-        self._done = step
-        if step in self.steps:
+        if step in self.steps and not trainer.should_stop:
             self.recorder.flush()
             self._keep(trainer, step)
             self.recorder.restart_clock()

@@ -15,9 +15,10 @@ import lightning as L
 import torch
 from torch import Tensor, nn
 
+from fp8parity.after_step import AfterStep
 from fp8parity.data import BatchPlan
 from fp8parity.model import DecoderLM, next_token_loss
-from fp8parity.module import LMModule, MicroBatch
+from fp8parity.module import LMModule
 from fp8parity.probe import GemmProbe, ProbeResult
 from fp8parity.probe_spec import ProbePlan
 from fp8parity.recorder import CurveRecorder
@@ -43,7 +44,7 @@ def recomputing(decoder: nn.Module) -> Iterator[None]:
         decoder.activation_checkpointing = before
 
 
-class ProbeRecorder(L.Callback):
+class ProbeRecorder(AfterStep):
     """Probes the micro-batches of the step just trained, on the parameters that the step left behind."""
 
     def __init__(self, recorder: CurveRecorder, batches: BatchPlan, plan: ProbePlan) -> None:
@@ -53,7 +54,6 @@ class ProbeRecorder(L.Callback):
         self.watch = AlertWatch()
         self.notes: list[str] = []
         self._probe: GemmProbe | None = None
-        self._done = 0
 
     @property
     def alerts(self) -> list[dict[str, Any]]:
@@ -71,8 +71,8 @@ class ProbeRecorder(L.Callback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Look at the model once it is converted and where it stays."""
+        super().on_train_start(trainer, pl_module)
         assert isinstance(pl_module, LMModule)
-        self._done = trainer.global_step
         model = self.recorder.spec.model
         if not self.notes:
             self._probe = GemmProbe(
@@ -82,23 +82,11 @@ class ProbeRecorder(L.Callback):
                 head=None if isinstance(model, ModelSpec) else model.found.head,
             )
 
-    def on_train_batch_end(
-        self,
-        trainer: L.Trainer,
-        pl_module: L.LightningModule,
-        outputs: Any,
-        batch: MicroBatch,
-        batch_idx: int,
-    ) -> None:
-        """Probe when the plan says so, between optimizer steps only."""
-        step = trainer.global_step
-        if step == self._done or self._probe is None:
+    def after_step(self, trainer: L.Trainer, module: LMModule, step: int) -> None:
+        """Probe when the plan says so."""
+        if self._probe is None or not self.plan.is_due(step):
             return
-        self._done = step
-        if not self.plan.is_due(step):
-            return
-        assert isinstance(pl_module, LMModule)
-        result = self._probed(self._probe, trainer, pl_module, step)
+        result = self._probed(self._probe, trainer, module, step)
         if result is not None:
             self.recorder.writer.append_tensor_stats(step, result.casts, result.signals)
             for line in lines(self.watch.look(result.casts)):
