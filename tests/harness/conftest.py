@@ -69,7 +69,7 @@ def passed_selftest(recipe: Path, out: Path) -> None:
     plan = matrix.read(recipe)
     study.lay_out(plan, out)
     specs = [run.spec for run in plan.runs]
-    key = selftest_gate.key_of(selftest_gate.subjects_of(specs), specs[0].train.device)
+    key = selftest_gate.key_of(selftest_gate.subjects_of(specs), specs[0].train.device, [])
     write_json(out / selftest_gate.SELFTEST_FILE, {"key": key, "right": True})
 
 
