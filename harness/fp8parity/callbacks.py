@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from itertools import product
 from typing import Any
 
@@ -27,6 +27,11 @@ from fp8parity_analysis import schema
 
 NONFINITE_LIMIT = 8
 """Consecutive non-finite losses after which a run counts as diverged."""
+
+
+def _no_trace_of(spec: RunSpec, decoder: torch.nn.Module) -> AbstractContextManager[None]:
+    """Refuse passes that change anything but gradients, of a model of the user's; ours is known not to."""
+    return nullcontext() if isinstance(spec.model, ModelSpec) else leaving_no_trace(decoder)
 
 
 class LifeSigns(L.Callback):
@@ -76,8 +81,7 @@ class ProofBeforeTraining(L.Callback):
         assert isinstance(pl_module, LMModule)
         assert pl_module.built is not None
         rows = torch.from_numpy(self.plan.rows(trainer.global_step)).to(pl_module.device)
-        own = not isinstance(self.spec.model, ModelSpec)
-        with leaving_no_trace(pl_module.decoder) if own else nullcontext():
+        with _no_trace_of(self.spec, pl_module.decoder):
             self.proof = prove(
                 pl_module.decoder,
                 self.spec,
@@ -116,10 +120,9 @@ class HeldOutEvaluator(AfterStep):
             return
         context: Callable[[], Any] = trainer.precision_plugin.forward_context
         parts = self.rows.split(self._rows_per_batch)
-        own = not isinstance(spec.model, ModelSpec)
         models = dict.fromkeys((self._twin, module.decoder))
         shapes = {part.shape: part for part in parts}  # the last one may be shorter
-        with leaving_no_trace(module.decoder) if own else nullcontext():
+        with _no_trace_of(spec, module.decoder):
             for model, part in product(models, shapes.values()):
                 held_out_loss(model, part, self._rows_per_batch, context)
                 beat()
@@ -171,29 +174,19 @@ class EvaluatorBeforeTraining(L.Callback):
         self.evaluator.prepare(trainer, pl_module, self.heartbeat.beat)
 
 
-class NonFiniteGuard(L.Callback):
+class NonFiniteGuard(AfterStep):
     """Ends a run that can no longer recover: a result (diverged), not a failure."""
 
     def __init__(self, recorder: CurveRecorder) -> None:
         self.recorder = recorder
         self.diverged = False
 
-    def on_train_batch_end(
-        self,
-        trainer: L.Trainer,
-        pl_module: L.LightningModule,
-        outputs: Any,
-        batch: MicroBatch,
-        batch_idx: int,
-    ) -> None:
-        """Stop on non-finite parameters, or on `NONFINITE_LIMIT` non-finite losses in a row."""
-        if self.recorder.step % FLUSH_EVERY == 0 or self.recorder.step == self.recorder.spec.train.steps:
-            self._check(trainer, pl_module)
-
-    def _check(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if self.recorder.streak == 0:
+    def after_step(self, trainer: L.Trainer, module: LMModule, step: int) -> None:
+        """Stop on non-finite parameters, or on `NONFINITE_LIMIT` non-finite losses in a row, once they are known."""
+        known = step % FLUSH_EVERY == 0 or step == self.recorder.spec.train.steps
+        if not known or self.recorder.streak == 0:
             return
-        if self.recorder.streak >= NONFINITE_LIMIT or not _all_finite(pl_module):
+        if self.recorder.streak >= NONFINITE_LIMIT or not _all_finite(module):
             self.diverged = True
             trainer.should_stop = True
 
@@ -203,7 +196,7 @@ def _all_finite(module: torch.nn.Module) -> bool:
     return bool(torch.stack([p.isfinite().all() for p in module.parameters()]).all())
 
 
-class ProgressLines(L.Callback):
+class ProgressLines(AfterStep):
     """One line now and then for a log file: step, loss, speed, time left."""
 
     def __init__(self, recorder: CurveRecorder, seconds: float = 10.0) -> None:
@@ -214,20 +207,13 @@ class ProgressLines(L.Callback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Start counting where the run starts or resumes."""
+        super().on_train_start(trainer, pl_module)
         self._last, self._last_step = time.monotonic(), trainer.global_step
 
-    def on_train_batch_end(
-        self,
-        trainer: L.Trainer,
-        pl_module: L.LightningModule,
-        outputs: Any,
-        batch: MicroBatch,
-        batch_idx: int,
-    ) -> None:
+    def after_step(self, trainer: L.Trainer, module: LMModule, step: int) -> None:
         """Print when the interval has passed."""
-        now = time.monotonic()
-        step, train = trainer.global_step, self.recorder.spec.train
-        if now - self._last < self.seconds or step == self._last_step:
+        now, train = time.monotonic(), self.recorder.spec.train
+        if now - self._last < self.seconds:
             return
         rate = (step - self._last_step) / (now - self._last)
         print(
