@@ -10,8 +10,9 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -82,19 +83,62 @@ def _document(done: subprocess.CompletedProcess[str]) -> dict[str, Any] | None:
     return document
 
 
-def _require_document(done: subprocess.CompletedProcess[str], gpu: str | None, where: str) -> None:
-    """Raise what kept the selftest from printing, and where that was."""
+@dataclass(frozen=True)
+class _Tested:
+    """The selftest of one GPU, or of the processor (`gpu` None): its process, and what it printed if it came to that.
+
+    `where` is `GPU 3: ` for one of several GPUs, nothing for the only one.
+    """
+
+    gpu: str | None
+    where: str
+    done: subprocess.CompletedProcess[str]
+    document: dict[str, Any] | None
+
+    @property
+    def subjects(self) -> list[dict[str, Any]]:
+        return [] if self.document is None else list(self.document["subjects"])
+
+    @property
+    def faults(self) -> list[str]:
+        return [
+            f"selftest: {self.where}{s['label']}: {f['text']}" for s in self.subjects for f in s["faults"]
+        ]
+
+
+def _require_document(tested: _Tested) -> None:
+    """Raise what kept a selftest from printing, and where that was."""
+    done = tested.done
     if done.returncode == EXIT_USAGE:
         said = [line for line in done.stderr.splitlines() if line.startswith("fp8parity: ")]
         raise UsageError(
             "\n".join(line.removeprefix("fp8parity: ") for line in said) or _last_words(done.stderr)
         )
-    if _document(done) is None:
-        on = "" if gpu is None else f"CUDA_VISIBLE_DEVICES={gpu} "
+    if tested.document is None:
+        on = "" if tested.gpu is None else f"CUDA_VISIBLE_DEVICES={tested.gpu} "
         raise Fp8ParityError(
-            f"selftest: {where}crashed with exit code {done.returncode} before any training: "
+            f"selftest: {tested.where}crashed with exit code {done.returncode} before any training: "
             f"{_last_words(done.stderr)}; run {on}fp8parity selftest --quick to see it"
         )
+
+
+def _test_all(out: Path, subjects: Sequence[str], device: str, visible: Sequence[str]) -> list[_Tested]:
+    """Test every GPU at the same time; without one, the processor."""
+    gpus: list[str | None] = [*visible] or [None]
+    with ThreadPoolExecutor(len(gpus)) as pool:
+        done = list(pool.map(lambda gpu: _test(out, subjects, device, gpu), gpus))
+    several = len(gpus) > 1
+    return [
+        _Tested(gpu, f"GPU {gpu}: " if several else "", process, _document(process))
+        for gpu, process in zip(gpus, done, strict=True)
+    ]
+
+
+def _keep(path: Path, key: Mapping[str, Any], tested: Sequence[_Tested], told: _Tested) -> None:
+    """Store the document of `told`, and beside it how each of several GPUs did."""
+    by_gpu = [{"gpu": t.gpu, "right": None if t.document is None else t.document["right"]} for t in tested]
+    several = {"by_gpu": by_gpu} if len(tested) > 1 else {}
+    write_json(path, {"key": dict(key), **(told.document or {}), **several})
 
 
 def require_sound_arithmetic(
@@ -114,40 +158,23 @@ def require_sound_arithmetic(
     path, key = out / SELFTEST_FILE, key_of(subjects, device, visible)
     if _passed_before(path, key):
         return
-    gpus: list[str | None] = [*visible] or [None]
-    with ThreadPoolExecutor(len(gpus)) as pool:
-        tested = list(pool.map(lambda gpu: _test(out, subjects, device, gpu), gpus))
-    names = [f"GPU {gpu}: " if len(gpus) > 1 else "" for gpu in gpus]
-    documents = [_document(done) for done in tested]
-    told = [
-        (where, document, subject)
-        for where, document in zip(names, documents, strict=True)
-        if document is not None
-        for subject in document["subjects"]
+    tested = _test_all(out, subjects, device, visible)
+    at_fault = [one for one in tested if one.faults]
+    if at_fault:  # before anything that kept another GPU's test from its end
+        _keep(path, key, tested, at_fault[0])
+        words = "\n".join(fault for one in at_fault for fault in one.faults)
+        raise KernelFaultError(f"{words}\nselftest: nothing was trained; the measurements are in {path}")
+    for one in tested:
+        _require_document(one)
+    missing = [
+        f"{one.where}{s['label']}: {s['reason']}"
+        for one in tested
+        for s in one.subjects
+        if s["status"] == "not_run"
     ]
-
-    def keep(document: dict[str, Any]) -> None:
-        right = [None if d is None else d["right"] for d in documents]
-        by_gpu = [{"gpu": gpu, "right": r} for gpu, r in zip(gpus, right, strict=True)]
-        write_json(path, {"key": key, **document, **({"by_gpu": by_gpu} if len(gpus) > 1 else {})})
-
-    faults = [
-        (f"selftest: {where}{subject['label']}: {fault['text']}", document)
-        for where, document, subject in told
-        for fault in subject["faults"]
-    ]
-    if faults:  # before anything that kept another GPU's test from its end
-        keep(faults[0][1])
-        raise KernelFaultError(
-            "\n".join(words for words, _ in faults)
-            + f"\nselftest: nothing was trained; the measurements are in {path}"
-        )
-    for done, gpu, where in zip(tested, gpus, names, strict=True):
-        _require_document(done, gpu, where)
-    missing = [f"{where}{s['label']}: {s['reason']}" for where, _, s in told if s["status"] == "not_run"]
     if missing:
         raise UsageError("\n".join(missing))
-    keep(told[0][1])
-    on = f" on {len(gpus)} GPUs" if len(gpus) > 1 else ""
-    seconds = max(document["seconds"] for _, document, _ in told)
+    _keep(path, key, tested, tested[0])
+    on = f" on {len(tested)} GPUs" if len(tested) > 1 else ""
+    seconds = max(one.document["seconds"] for one in tested if one.document is not None)
     say(f"selftest: {', '.join(subjects)} right{on} in {seconds:.0f} s")
