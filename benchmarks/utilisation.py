@@ -282,7 +282,8 @@ class Bench:
     def _figures(self, part: str, out: Path, trace: Trace, slots: int, steps: int) -> dict[str, Any]:
         per_step = self.setting.tokens_per_step
         runs = [path for path in (out / schema.RUNS_DIR).iterdir() if (path / schema.MANIFEST_FILE).exists()]
-        rows = {path.name: read_run(path).curve["step_time"].tolist() for path in runs}
+        records = {path.name: read_run(path) for path in runs}
+        rows = {name: record.curve["step_time"].tolist() for name, record in records.items()}
         own, beside = (
             steady_rate(
                 steady_steps(trace, slots, steps, quiet=quiet),
@@ -318,7 +319,9 @@ class Bench:
                 for stage in ("import", "build", "prove", "train", "evaluate")
             }
             for arm in arms
-            if (taken := [read_run(p).manifest["seconds_by_stage"] for p in runs if f"-{arm}-" in p.name])
+            if (
+                taken := [r.manifest["seconds_by_stage"] for name, r in records.items() if f"-{arm}-" in name]
+            )
         }
         found = {
             "slots": slots,

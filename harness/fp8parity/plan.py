@@ -181,7 +181,7 @@ def _data_words(matrix: Matrix) -> list[str]:
     for spec in (run.spec for run in matrix.runs):
         if isinstance(spec.data, DataSpec) and spec.data.source == "bin":
             path = resolve_data_path(spec, matrix.recipe_path.parent)
-            before = spec.batches_before * spec.train.batch_size * spec.train.context
+            before = spec.batches_before * spec.train.tokens_per_step
             told[path, before, before + _tokens(spec)] = path.name
     held = {path: read_meta(path).train_tokens for path, _, _ in told}
     return [

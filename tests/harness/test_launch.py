@@ -153,11 +153,8 @@ def test_a_slot_is_free_once_the_result_is_there(
     assert [attempts(d) for d in dirs] == [1, 1, 1]
 
 
-def test_a_gpu_whose_memory_nobody_counts_is_given_to_one_process_after_the_other(
-    tmp_path: Path, study_with: Callable[..., list[Path]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    dirs = study_with([{**DONE, "lingers": "gate"}], [DONE])
+def one_after_the_other(tmp_path: Path, dirs: list[Path], **options: Any) -> None:
+    """Run two in one slot; the first one's process ends when it has lingered beside the waiting second for a while."""
     looks: list[list[str]] = []
 
     def look(states: list[RunState]) -> None:
@@ -166,9 +163,17 @@ def test_a_gpu_whose_memory_nobody_counts_is_given_to_one_process_after_the_othe
         if looks[-3:] == [["finished", "waiting"]] * 3:
             (tmp_path / schema.RUNS_DIR / "gate").touch()
 
-    launch.launch(tmp_path, dirs, slots=1, use_gpus=True, on_change=look)
+    launch.launch(tmp_path, dirs, slots=1, on_change=look, **options)
     events = [(line["run_id"], line["event"]) for line in ledger(tmp_path)]
     assert events.index(("run0", "finished")) < events.index(("run1", "started"))
+    assert looks[-1] == ["finished", "finished"]
+
+
+def test_a_gpu_whose_memory_nobody_counts_is_given_to_one_process_after_the_other(
+    tmp_path: Path, study_with: Callable[..., list[Path]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    one_after_the_other(tmp_path, study_with([{**DONE, "lingers": "gate"}], [DONE]), use_gpus=True)
 
 
 def test_what_lingers_holds_its_memory(
@@ -176,18 +181,8 @@ def test_what_lingers_holds_its_memory(
 ) -> None:
     monkeypatch.setattr(launch, "device_memory", lambda gpus: 100)
     dirs = study_with([{**DONE, "lingers": "gate"}], [DONE])
-    looks: list[list[str]] = []
-
-    def look(states: list[RunState]) -> None:
-        found = {state.run_id: state.state for state in states}
-        looks.append([found["run0"], found["run1"]])
-        if looks[-3:] == [["finished", "waiting"]] * 3:  # a free slot, and no memory for the next
-            (tmp_path / schema.RUNS_DIR / "gate").touch()
-
-    launch.launch(tmp_path, dirs, slots=1, use_gpus=False, on_change=look, memory={"run0": 60, "run1": 50})
-    events = [(line["run_id"], line["event"]) for line in ledger(tmp_path)]
-    assert events.index(("run0", "finished")) < events.index(("run1", "started"))
-    assert looks[-1] == ["finished", "finished"]
+    # a free slot, and no memory for the next
+    one_after_the_other(tmp_path, dirs, use_gpus=False, memory={"run0": 60, "run1": 50})
 
 
 def test_runs_share_a_device_only_within_its_memory(
