@@ -1,9 +1,9 @@
 """How much of a device's time the launcher turns into training: short BF16 and FP8 runs, one to four at a time.
 
-    python benchmarks/utilisation.py --part slots [--json FILE]                  # about 6 minutes on an H200
-    python benchmarks/utilisation.py --part minute [--rate 410000] [--json FILE] # about 6 minutes, 5 with --rate
-    python benchmarks/utilisation.py --part three [--rate 410000] [--json FILE]  # about 8 minutes
-    python benchmarks/utilisation.py --device cpu --miniature                              # tries it out
+    python benchmarks/utilisation.py --part slots --json slots.json             # about 6 minutes on an H200
+    python benchmarks/utilisation.py --part minute --after slots.json --no-warm-up  # about 5 minutes
+    python benchmarks/utilisation.py --part three --after slots.json --no-warm-up   # about 8 minutes
+    python benchmarks/utilisation.py --device cpu --miniature                   # tries it out
 
 Each part is one study of the 25m preset, half BF16 and half rowwise, launched as `fp8parity run` does it.
 
@@ -15,8 +15,9 @@ Each part is one study of the 25m preset, half BF16 and half rowwise, launched a
 
 Utilisation is tokens per second of the wall clock, over steady tokens per second at the same number of slots. Steady
 tokens per second come from the runs' own `step_time` of steps during which every slot trained and no worker prepared
-the next run: what preparing costs those that train counts against the launcher. Of the part's own and the `slots`
-part's figure the larger is taken. The wall clock begins with the launch and ends
+the next run: what preparing costs those that train counts against the launcher. They are those of the `slots` part,
+measured before in the same process or read with `--after`, whose runs do not pause. A part without it takes its own,
+which pauses make larger than they are: utilisation is then understated. The wall clock begins with the launch and ends
 
     utilisation        when a slot is free and no run is left to start
     utilisation_whole  with the last run: what runs of unequal speed leave idle at the very end counts too
@@ -59,7 +60,8 @@ PARTS = {"minute": (60.0, 3, 0.75), "three": (180.0, 2, 0.9)}
 
 The first start, which nothing hides, weighs the less the more rounds there are; `sustained` is without it."""
 
-SCAN_SECONDS = 20.0
+SCAN_SECONDS = 40.0
+"""What a run of the slots part trains, beside others: rowwise runs start ten seconds after the BF16 ones."""
 START_SECONDS = 45.0
 """What a first start is expected to take, for the budget."""
 
@@ -209,7 +211,8 @@ def recipe_of(
 ) -> dict[str, Any]:
     """Return the recipe file: `seeds` pairs of BF16 and rowwise, `steps` long, `slots` at a time.
 
-    With `pauses` eight evaluations and the default checkpoints; without, one evaluation at the end.
+    With `pauses` eight evaluations, the default checkpoints and the setting's standby; without, one evaluation at the
+    end, and no worker prepares beside those that train.
     """
     every = max(1, steps // 8) if pauses else steps
     saving = {} if pauses else {"checkpoint_every": steps}
@@ -225,18 +228,45 @@ def recipe_of(
         },
         "axes": {"precision.recipe": ["rowwise"]},
         "seeds": list(range(seeds)),
-        "runtime": {**where, **saving, "standby": setting.standby},
+        "runtime": {**where, **saving, "standby": setting.standby if pauses else False},
     }
+
+
+@dataclass(frozen=True)
+class Known:
+    """What an earlier call measured: steady tokens per second by number of slots, and of one of SLOTS runs."""
+
+    steady: Mapping[int, float]
+    rate: float
+
+
+def known_from(document: Mapping[str, Any], slots: int) -> Known:
+    """Return what the `slots` part of an earlier call found, read from its JSON.
+
+    Raises:
+        SystemExit: it has no steady tokens per second of so many slots.
+    """
+    parts = {name: part for name, part in document["parts"].items() if name.startswith("slots-")}
+    steady = {
+        int(p["slots"]): float(p["steady_tokens_per_s"])
+        for p in parts.values()
+        if p.get("steady_tokens_per_s")
+    }
+    if slots not in steady:
+        raise SystemExit(
+            f"--after: no steady tokens per second of {slots} slots in it; measure --part slots first"
+        )
+    return Known(steady, steady[slots] / slots)
 
 
 class Bench:
     """One measurement: a folder, a clock with a budget, and what was found so far."""
 
-    def __init__(self, setting: Setting, folder: Path, budget: float) -> None:
+    def __init__(self, setting: Setting, folder: Path, budget: float, known: Known | None = None) -> None:
         self.setting, self.folder = setting, folder
         self.deadline = time.monotonic() + budget
-        self.rate = setting.rate_guess
-        self.scan: dict[int, float] = {}
+        self.rate = known.rate if known else setting.rate_guess
+        self.scan: dict[int, float] = dict(known.steady) if known else {}
         self.found: dict[str, Any] = {}
         self.tokens = folder / "tokens.bin"
         pack_python_sources(self.tokens, setting.data)
@@ -293,7 +323,7 @@ class Bench:
             )
             for quiet in (True, False)
         )
-        steady = max([rate for rate in (own, self.scan.get(slots)) if rate is not None], default=None)
+        steady = self.scan.get(slots, own)
         entries = read_ledger(out)
         slot_of = {str(e["run_id"]): int(e["slot"]) for e in entries if e.get("event") == "started"}
         last = len(trace.times) - 1
@@ -333,6 +363,7 @@ class Bench:
                 next(t for t, look in zip(trace.times, trace.steps, strict=True) if any(look.values())), 1
             ),
             "steady_tokens_per_s": None if own is None else round(own),
+            "utilisation_is_of_tokens_per_s": None if steady is None else round(steady),
             "tokens_per_s_beside_preparation": None if beside is None else round(beside),
             "preparing_share": round(fmean(n > 0 for n in trace.preparing), 2),
             "tokens_per_s_of_a_run": arms,
@@ -346,8 +377,10 @@ class Bench:
         }
         print(f"{part}: {json.dumps(found)}", flush=True)
         found["timeline"] = timeline(trace, per_step)
-        if arms:
-            self.rate = fmean(arms.values())
+        if (
+            steady is not None
+        ):  # what one run of so many trains; alone, at its beginning and end, it is faster
+            self.rate = steady / slots
         return found
 
     def slots_part(self, numbers: Sequence[int]) -> None:
@@ -376,21 +409,21 @@ class Bench:
 
 
 def measure(
-    setting: Setting, folder: Path, parts: Sequence[str], budget: float, *, warm_up: bool, rate_known: bool
+    setting: Setting, folder: Path, parts: Sequence[str], budget: float, *, warm_up: bool, known: Known | None
 ) -> dict[str, Any]:
-    """Measure the parts in order and return all figures; without a known rate that of SLOTS runs comes first."""
+    """Measure the parts in order and return all figures; with nothing known that of SLOTS runs comes first."""
     os.environ.setdefault(
         "TORCHINDUCTOR_CACHE_DIR", str(folder / "cache" / "inductor")
     )  # one for all studies
     os.environ.setdefault("TRITON_CACHE_DIR", str(folder / "cache" / "triton"))
     began = time.monotonic()
-    bench = Bench(setting, folder, budget)
+    bench = Bench(setting, folder, budget, known)
     if warm_up:
         bench.found["warm-up"] = bench.train("warm-up", 2, 2, 2 * WARM_STEPS)
-        bench.rate = setting.rate_guess  # two runs of a few steps say little
+        bench.rate = known.rate if known else setting.rate_guess  # two runs of a few steps say little
     if "slots" in parts:
         bench.slots_part(range(setting.slots, 0, -1))
-    elif not rate_known:
+    elif known is None:
         bench.slots_part([setting.slots])
     for part in PARTS:
         if part in parts:
@@ -404,7 +437,6 @@ def setting_of(options: argparse.Namespace) -> Setting:
     changes = {
         "device": options.device,
         "slots": options.slots or base.slots,
-        "rate_guess": options.rate or base.rate_guess,
         "standby": {"default": base.standby, "on": True, "off": False}[options.standby],
     }
     return Setting(**{**vars(base), **changes})
@@ -419,11 +451,7 @@ def main() -> None:
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--miniature", action="store_true", help="a tiny model and quarter lengths")
     parser.add_argument("--slots", type=int, help="runs at a time")
-    parser.add_argument(
-        "--rate",
-        type=float,
-        help="tokens per second of one run beside the others, if known: is not measured then",
-    )
+    parser.add_argument("--after", type=Path, help="the JSON of an earlier --part slots on the same machine")
     parser.add_argument("--standby", choices=["default", "on", "off"], default="default")
     parser.add_argument("--budget", type=float, default=520.0, help="seconds")
     parser.add_argument("--no-warm-up", action="store_true")
@@ -431,9 +459,10 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="fp8parity-utilisation-") as name:
         setting = setting_of(options)
+        after = json.loads(options.after.read_text(encoding="utf-8")) if options.after else None
         found = measure(
             setting, Path(name), options.part, options.budget,
-            warm_up=not options.no_warm_up, rate_known=options.rate is not None,
+            warm_up=not options.no_warm_up, known=known_from(after, setting.slots) if after else None,
         )  # fmt: skip
     text = json.dumps(found)
     print(text)

@@ -110,7 +110,10 @@ def status(
 @app.command()
 def train(run_dir: Annotated[Path, typer.Argument(help="A run directory with its spec.json.")]) -> None:
     """Train one run to its end, resuming from its last checkpoint. Exit 0 finished, 20 diverged."""
-    from fp8parity import runner
+    from fp8parity.process import importing
+
+    with importing():
+        from fp8parity import runner
 
     raise typer.Exit(runner.train(run_dir))
 
@@ -278,6 +281,9 @@ def selftest(
     """Test whether this machine's FP8 arithmetic is right. Exit 0 right, 12 a fault, named. Trains nothing."""
     from rich.console import Console
 
+    from fp8parity.quiet import be_quiet
+
+    be_quiet()
     from fp8parity.selftest.screen import show_selftest
     from fp8parity.selftest.session import selftest as test_machine
 

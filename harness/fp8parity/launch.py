@@ -25,6 +25,7 @@ from fp8parity.ledger import LAUNCHED, STANDBY, STANDBY_LIMITED, STOPPED_EARLY, 
 from fp8parity.memory import PROCESS_BYTES
 from fp8parity.process import PARENT_PID, start_ticks, stopping_with
 from fp8parity.progress import stage_of
+from fp8parity.quiet import QUIET_ENVIRONMENT
 from fp8parity.standby import Depth
 from fp8parity_analysis import schema
 from fp8parity_analysis.errors import BadInputError
@@ -108,7 +109,7 @@ class Launcher:
         extra |= compile_caches(self.out)
         if self.gpus:
             extra["CUDA_VISIBLE_DEVICES"] = self.gpus[self._device(slot)]
-        return {**os.environ, **extra, "TORCHAO_FORCE_SKIP_LOADING_SO_FILES": "1"}
+        return {**os.environ, **extra, **QUIET_ENVIRONMENT}
 
     def _device(self, slot: int) -> int:
         return slot % max(1, len(self.gpus))

@@ -21,6 +21,7 @@ from fp8parity import environment, hf_dataset
 from fp8parity.errors import UsageError
 from fp8parity.own_sources import NOT_FROM_HERE, sources_of, transformers_version
 from fp8parity.own_spec import HfModelSpec, ImportDataSpec, ImportModelSpec, written_by_users
+from fp8parity.quiet import QUIET_ENVIRONMENT
 from fp8parity.spec import DataSpec, ModelSpec, OwnDataSpec, OwnModelSpec, RunSpec
 from fp8parity_analysis.errors import BadInputError
 from fp8parity_analysis.json_files import read_json, write_json
@@ -163,7 +164,7 @@ def _ask(request: dict[str, Any]) -> dict[str, Any]:
         **NOT_FROM_HERE,
         "CUDA_VISIBLE_DEVICES": "",
         "OMP_NUM_THREADS": "1",
-        "TORCHAO_FORCE_SKIP_LOADING_SO_FILES": "1",
+        **QUIET_ENVIRONMENT,
     }
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "answer.json"

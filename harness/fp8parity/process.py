@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import faulthandler
 import fcntl
+import gc
 import os
 import signal
 import threading
@@ -55,6 +56,25 @@ def _end_after(parent: int) -> None:
         time.sleep(WATCH_SECONDS)
     time.sleep(GRACE_SECONDS)
     os._exit(InterruptedRunError.exit_code)
+
+
+@contextmanager
+def importing() -> Iterator[None]:
+    """Import without the garbage collector, and keep what was imported out of its later rounds.
+
+    Modules are never freed, yet the collector walks through all of them again and again while more come, and once
+    more at the end: a quarter of what a process takes that imports torch, Lightning and the compiler
+    (`benchmarks/imports.py`). What else is alive is kept as well, so nothing that is to be freed may exist yet: no
+    model, no tensor.
+    """
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        if collecting:
+            gc.enable()
 
 
 @contextmanager

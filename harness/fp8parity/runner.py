@@ -10,7 +10,6 @@ import os
 import random
 import sys
 import time
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -38,13 +37,14 @@ from fp8parity.errors import EXIT_DIVERGED, InterruptedRunError, UsageError
 from fp8parity.fork import require_same_data
 from fp8parity.fork_state import StartState, load_start
 from fp8parity.kept import CheckpointKeeper
-from fp8parity.module import LMModule, TokenDataModule
+from fp8parity.module import LMModule, TokenDataModule, import_compiler
 from fp8parity.own_spec import origin_of, untagged, with_own_part
 from fp8parity.phases import Phase, PhaseLog, phase_after
 from fp8parity.probe_recorder import ProbeRecorder
 from fp8parity.probe_spec import ProbePlan
-from fp8parity.process import age_seconds, end_with_parent, sole_trainer
+from fp8parity.process import age_seconds, end_with_parent, importing, sole_trainer
 from fp8parity.progress import Heartbeat
+from fp8parity.quiet import be_quiet
 from fp8parity.recorder import CurveRecorder
 from fp8parity.shapes import parameter_count
 from fp8parity.spec import Frozen, ModelSpec, RunSpec
@@ -140,7 +140,10 @@ def resolve_device(spec: RunSpec) -> str:
 
 
 def _prepare_process(spec: RunSpec) -> None:
-    """Fix what must be fixed before the first operation: threads and every global generator."""
+    """Import what compiles, then fix what must be fixed before the first operation: threads, global generators."""
+    if spec.train.compile == "blocks":
+        with importing():
+            import_compiler()
     torch.set_num_threads(spec.train.threads)
     random.seed(spec.seed)
     np.random.seed(spec.seed)  # noqa: NPY002 -- a library that draws from the global generator draws the same
@@ -318,16 +321,6 @@ def _trainer(session: _Session) -> L.Trainer:
     )
 
 
-def _quiet() -> None:
-    """Silence what the user cannot act on; everything else still shows."""
-    os.environ.setdefault("TORCHAO_FORCE_SKIP_LOADING_SO_FILES", "1")
-    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
-    warnings.filterwarnings("ignore", message=".*does not have many workers.*")
-    warnings.filterwarnings("ignore", message=".*isinstance\\(treespec, LeafSpec\\).*")
-    warnings.filterwarnings("ignore", message=".*lr_scheduler.step.*before.*optimizer.step.*")
-    warnings.filterwarnings("ignore", message=".*Found .* module.* in eval mode.*")
-
-
 @dataclass
 class _Attempt:
     """One process's work on a run: when it began, whether it resumed (None until known), where its time went."""
@@ -447,7 +440,7 @@ def train(run_dir: Path) -> int:
     fit, `ExecutionMismatchError` when the run would not execute what it declares, `InterruptedRunError` on a signal,
     a full disk, or another process at the same run (run again to resume).
     """
-    _quiet()
+    be_quiet()
     order = read_order(run_dir)
     end_with_parent()
     gate = Gate.from_environment()

@@ -20,6 +20,7 @@ from fp8parity.devices import query_gpus, visible_gpus
 from fp8parity.environment import package_versions
 from fp8parity.errors import EXIT_INVALID, EXIT_USAGE, Fp8ParityError, KernelFaultError, UsageError
 from fp8parity.launch import compile_caches
+from fp8parity.quiet import QUIET_ENVIRONMENT
 from fp8parity.selftest.report import SELFTEST_VERSION
 from fp8parity.spec import RunSpec
 from fp8parity_analysis.errors import BadInputError
@@ -64,7 +65,7 @@ def _test(
     command = [sys.executable, "-m", "fp8parity", "selftest", "--quick", "--json", "--device", device]
     command += [part for subject in subjects for part in ("--recipe", subject)]
     # the runs' own cache folders: what Triton compiles for the selftest, the workers need not compile again
-    environment = {**os.environ, **compile_caches(out), "TORCHAO_FORCE_SKIP_LOADING_SO_FILES": "1"}
+    environment = {**os.environ, **compile_caches(out), **QUIET_ENVIRONMENT}
     if gpu is not None:
         environment["CUDA_VISIBLE_DEVICES"] = gpu
     return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)

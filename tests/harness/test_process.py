@@ -1,18 +1,19 @@
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from fp8parity import runner
 from fp8parity.errors import InterruptedRunError
-from fp8parity.process import PARENT_PID, end_with_parent, sole_trainer
+from fp8parity.process import PARENT_PID, end_with_parent, importing, sole_trainer
 from fp8parity_analysis import schema
 from fp8parity_analysis.store import read_run, read_stream
 
@@ -107,3 +108,30 @@ def test_a_worker_that_hangs_is_ended_some_time_after_its_launcher() -> None:
     launcher.kill()
     # the pipe ends when the last process that holds it does
     assert launcher.communicate(timeout=60)[0] == b""
+
+
+class TestImporting:
+    @pytest.fixture(autouse=True)
+    def _collector(self) -> Iterator[None]:
+        yield
+        gc.unfreeze()
+        gc.enable()
+
+    def test_the_collector_rests_and_forgets_what_was_imported(self) -> None:
+        gc.unfreeze()
+        with importing():
+            assert not gc.isenabled()
+            before = gc.get_freeze_count()
+        assert gc.isenabled()
+        assert (before, gc.get_freeze_count() > 1000) == (0, True)
+
+    def test_it_works_again_after_an_import_that_fails(self) -> None:
+        with pytest.raises(ImportError), importing():
+            raise ImportError("no such module")
+        assert gc.isenabled()
+
+    def test_one_that_was_off_stays_off(self) -> None:
+        gc.disable()
+        with importing():
+            pass
+        assert not gc.isenabled()

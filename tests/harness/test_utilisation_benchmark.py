@@ -94,6 +94,20 @@ def test_handovers_are_measured_slot_by_slot(bench: ModuleType, trace: object) -
     assert bench.handovers(trace, {"a": 0, "b": 1, "c": 2}, STEPS) == []
 
 
+def test_an_earlier_call_tells_rate_and_steady_tokens(bench: ModuleType) -> None:
+    document = {
+        "parts": {
+            "warm-up": {"slots": 2, "steady_tokens_per_s": 7},
+            "slots-4": {"slots": 4, "steady_tokens_per_s": 200},
+            "slots-3": {"left_out": "no time"},
+        }
+    }
+    known = bench.known_from(document, 4)
+    assert (known.steady, known.rate) == ({4: 200.0}, 50.0)
+    with pytest.raises(SystemExit, match="of 3 slots in it; measure --part slots first"):
+        bench.known_from(document, 3)
+
+
 @pytest.mark.parametrize("pauses", [True, False])
 @pytest.mark.parametrize("name", ["GPU", "MINIATURE"])
 def test_the_recipes_are_valid(
@@ -107,4 +121,4 @@ def test_the_recipes_are_valid(
     assert {run.spec.train.device for run in plan.runs} == {"cuda" if name == "GPU" else "cpu"}
     assert {run.spec.train.eval_every for run in plan.runs} == {80 if pauses else 640}
     assert plan.runtime.checkpoint_every == (None if pauses else 640)
-    assert standby_of(plan) == "prove"
+    assert standby_of(plan) == ("prove" if pauses else None)

@@ -44,18 +44,21 @@ def gemm_table(report: SelftestReport) -> Table:
     """Return one row per GEMM: agreement and SQNR where they come nearest to their bounds, in dB."""
     title = f"FP8 arithmetic of {report.environment.get('device', report.device)}"
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for heading in ("recipe", "backend", "GEMM", "reference", "float64", "cases", ""):
+    for heading in ("recipe, backend", "GEMM", "reference", "float64", "cases", ""):
         table.add_column(heading, justify="right" if heading in ("reference", "float64", "cases") else "left")
     for subject in report.subjects:
-        for gemm in GEMM_NAMES if subject.status != "not_run" else ():
+        if subject.status == "not_run":
+            continue
+        # stacked, so that neither name is cut on a narrow terminal
+        names_of_it = (subject.recipe, subject.label.removeprefix(f"{subject.recipe}/"), "")
+        for name, gemm in zip(names_of_it, GEMM_NAMES, strict=True):
             rows = [row for row in subject.rows if row.gemm == gemm]
             names = sorted({fault.name for fault in subject.faults if fault.gemm == gemm})
             outcome = Text(", ".join(names), style="red") if names else Text("right", style="green")
             agreement = _worst(row for row in rows if row.check in _AGREEMENT)
             sqnr = _worst(row for row in rows if row.check == "float64")
-            table.add_row(
-                subject.recipe, subject.backend, gemm, _cell(agreement), _cell(sqnr), str(len(rows)), outcome
-            )
+            table.add_row(name, gemm, _cell(agreement), _cell(sqnr), str(len(rows)), outcome)
+        table.add_section()
     table.caption = "dB, with the least a sound kernel has; the case nearest to its bound"
     table.caption_justify = "left"
     return table
@@ -63,14 +66,15 @@ def gemm_table(report: SelftestReport) -> Table:
 
 def statement(subject: SubjectReport) -> str:
     """Return in a line what left the subject's results as they were, bit for bit or by how much."""
-    parts = []
+    verbs: dict[str, list[str]] = {}
     for check, verb in _INVARIANCE.items():
         rows = [r for r in subject.rows if r.check == check and r.unit == "share"]
         if not rows:
             continue
         largest = max(row.measured for row in rows)
         how = "bit for bit" if largest == 0 else f"to {largest:.1g} of the typical size"
-        parts.append(f"{verb} {how}")
+        verbs.setdefault(how, []).append(verb)
+    parts = [f"{', '.join(taken)} {how}" for how, taken in verbs.items()]
     stated = dict.fromkeys(row.words for row in subject.rows if row.outcome == "stated")
     return "; ".join([*parts, *stated])
 
@@ -87,7 +91,7 @@ def show_selftest(console: Console, report: SelftestReport) -> None:
     for label, fault in faults:
         console.print(Text(f"FAULT {label}: {fault.text}", style="red"))
     tested = sum(subject.status != "not_run" for subject in report.subjects)
-    verdict = f"{len(faults)} faults" if faults else "right"
+    verdict = f"{len(faults)} fault{'s' if len(faults) > 1 else ''}" if faults else "right"
     console.print(
         f"\n{verdict}: {tested} of {len(report.subjects)} tested in {report.seconds:.0f} s", highlight=False
     )
