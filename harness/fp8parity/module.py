@@ -76,7 +76,7 @@ def build_model(
 
 def import_compiler() -> None:
     """Import what `compile_blocks` needs, a fifth of all that a worker imports, before there is a model."""
-    import torchao.float8  # noqa: F401
+    precision.import_code_generation()
 
 
 def compile_blocks(model: nn.Module) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
@@ -159,6 +160,12 @@ def _notes(precision: PrecisionSpec, jitter: float) -> tuple[str, ...]:
         "torchao_float8": (),
     }[precision.backend]
     return notes if jitter == 1.0 else (*notes, f"rounding grid shifted by {jitter!r}")
+
+
+def import_code_generation() -> None:
+    """Import the compiler and what `patch_code_generation` needs."""
+    for name in ("torch._inductor.compile_fx", "fp8parity.precision.torchao_float8"):
+        importlib.import_module(name)
 
 
 def patch_code_generation() -> None:
