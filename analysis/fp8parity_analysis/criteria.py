@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from fp8parity_analysis import schema
 from fp8parity_analysis.errors import BadInputError
+from fp8parity_analysis.gap import BLOW_UP_GAP
 
 Endpoint = Literal["held_out", "train", "final"]
 EvalPrecision = Literal["bf16", "arm"]
@@ -74,7 +75,7 @@ class Criteria:
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():
             _check_choice(name, getattr(self, name), choices)
-        _check_range("margin", self.margin, 0.0, 0.5, "a fraction of the loss such as 0.0025 for 0.25 %")
+        _check_margin(self.margin)
         _check_range("confidence", self.confidence, 0.5, 1.0, "0.90 (two one-sided tests of 5 %)")
         _check_range("tail_fraction", self.tail_fraction, 0.0, 1.0, "0.10 for the last tenth", closed=True)
         if self.noise_sd is not None:
@@ -128,7 +129,16 @@ def _check_range(
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise BadInputError(f"{name}: {value!r} is not a finite number; write {remedy}")
     if not (low < value < high or (closed and value == high)):
-        raise BadInputError(f"{name}: {value!r} is outside ({low:g}, {high:g}); write {remedy}")
+        end = "]" if closed else ")"
+        raise BadInputError(f"{name}: {value!r} is outside ({low:g}, {high:g}{end}; write {remedy}")
+
+
+def _check_margin(margin: object) -> None:
+    """Refuse margins that mean nothing: a gap beyond 5 % to the end of a run is a divergence under any margin."""
+    remedy = "a fraction of the loss such as 0.0025, or 0.25%"
+    if isinstance(margin, int | float) and BLOW_UP_GAP < margin <= 100 * BLOW_UP_GAP:
+        remedy = f"{margin:g}% if per cent were meant; a gap above {BLOW_UP_GAP:.0%} is a divergence anyway"
+    _check_range("margin", margin, 0.0, BLOW_UP_GAP, remedy, closed=True)
 
 
 def _check_early_stop(criteria: Criteria) -> None:

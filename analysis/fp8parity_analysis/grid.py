@@ -46,11 +46,12 @@ class LogCurves:
 def log_curves(runs: Sequence[RunCurve], criteria: Criteria, steps: IntArray) -> LogCurves:
     """Return the log losses of `runs` on `steps`; a run that stopped early has NaN from there on."""
     chosen = [(id(run), series) for run in runs if (series := series_of(run, criteria)) is not None]
-    losses = np.array([_on_grid(series, steps) for _, series in chosen]).reshape(len(chosen), len(steps))
+    losses = np.array([on_grid(series, steps) for _, series in chosen]).reshape(len(chosen), len(steps))
     return LogCurves(gaps.log_loss(losses), {key: row for row, (key, _) in enumerate(chosen)})
 
 
-def _on_grid(series: Series, steps: IntArray) -> FloatArray:
+def on_grid(series: Series, steps: IntArray) -> FloatArray:
+    """Return the losses of `series` at `steps` [K], NaN where it has none."""
     if series.steps is steps or np.array_equal(series.steps, steps):
         return series.loss
     values = np.full(len(steps), np.nan)

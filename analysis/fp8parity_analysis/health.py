@@ -118,10 +118,18 @@ def _steps_of(series: Series | None) -> IntArray:
     return np.zeros(0, np.int64) if series is None else series.steps
 
 
-def ends_early(steps: IntArray, longest: int) -> bool:
-    """Return whether evaluations at `steps` [K] end 2 % of a run and one usual distance before it does."""
+def ends_early(steps: IntArray, longest: int, cadence: int | None = None) -> bool:
+    """Return whether evaluations at `steps` [K] end 2 % of a run and one usual distance before it does.
+
+    `cadence` is that distance where the steps themselves do not show it: those common to runs of two cadences lie
+    farther apart than any run's own.
+    """
     last = int(steps[-1]) if len(steps) else 0
     if last >= LENGTH_FRAC * longest:
         return False
-    cadence = int(np.median(np.diff(steps))) if len(steps) > 1 else 1
-    return last + cadence <= longest
+    return last + (cadence_of(steps) if cadence is None else cadence) <= longest
+
+
+def cadence_of(steps: IntArray) -> int:
+    """Return the usual distance of evaluations at `steps` [K]; 1 where there are fewer than two."""
+    return int(np.median(np.diff(steps))) if len(steps) > 1 else 1

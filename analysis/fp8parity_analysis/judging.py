@@ -161,7 +161,7 @@ def _judge_gap(pairs: Pairs, blank: Verdict, criteria: Criteria) -> Judged:
         token_cost=secondary.token_cost(pairs, rows, float(measured.gap[0]), _interval(measured), criteria),
         sign_flip=paired.sign_flip_p(endpoints),
     )
-    told = _told(finding, blank, (*warnings, *_label_warnings(criteria, len(rows))))
+    told = _told(finding, blank, (*warnings, *_label_warnings(criteria, len(rows), basis)))
     return Judged(told, _evidence(finding, gap, endpoints, progress), pairs)
 
 
@@ -205,8 +205,10 @@ def _known(values: FloatArray) -> float | None:
     return _finite(float(values[0]))
 
 
-def _label_warnings(criteria: Criteria, n_seeds: int) -> list[str]:
+def _label_warnings(criteria: Criteria, n_seeds: int, basis: estimate.Basis) -> list[str]:
     warnings = []
+    if n_seeds == 1 and basis.kind != "none":
+        warnings.append("one pair: whether its gap still grows cannot be tested; two seeds could")
     if criteria.noise_sd is not None and n_seeds > 1:
         warnings.append("the stated noise was not used: two seeds or more measure their own")
     if criteria.endpoint == TRAIN:

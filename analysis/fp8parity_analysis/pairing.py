@@ -27,6 +27,7 @@ from fp8parity_analysis.suspicion import (
     blow_ups,
     broken_replicas,
     differences,
+    late_blow_ups,
     left_out,
     lonely_divergence,
     mask_transients,
@@ -117,12 +118,13 @@ def _joined(
     control = {seed: control_runs_of(arm, seed, criteria) for seed in seeds}
     test = {seed: distinct(arm.test[seed], criteria) for seed in seeds}
     whole = [run for seed in seeds for run in (*control[seed], *(test[seed] if seed not in diverged else ()))]
+    own_steps = [endpoint_series(run, criteria).steps for run in whole]
     steps = common_steps([endpoint_series(run, criteria) for run in whole])
     steps = steps[steps >= 0]
     if not len(steps):
         return _nothing(arm, ("the runs have no evaluation step in common",), warnings, seeds)
     longest = max(run.last_step for run in whole)
-    if health.ends_early(steps, longest):
+    if health.ends_early(steps, longest, max(map(health.cadence_of, own_steps))):
         text = f"the evaluations that all runs share end at step {int(steps[-1])} of {longest}"
         if not criteria.allow_prefix:
             return _nothing(arm, (text,), warnings, seeds)
@@ -135,8 +137,10 @@ def _joined(
     control_mean = mean_curves(control_logs)
     gap = mean_curves(test_logs) - control_mean
     count = 1 if criteria.endpoint == "final" else gaps.tail_count(len(steps), criteria.tail_fraction)
-    blown = blow_ups(gap, seeds, steps, diverged)
-    gap, masked = mask_transients(gap, seeds, {**diverged, **blown})
+    run_gaps = [logs - mean for logs, mean in zip(test_logs, control_mean, strict=True)]
+    late, broken_late = late_blow_ups(control, test, seeds, int(steps[-1]))
+    gone = {**late, **blow_ups(run_gaps, seeds, steps), **diverged}
+    gap, masked, unstable = mask_transients(gap, seeds, gone)
     return Pairs(
         arm=arm,
         seeds=seeds,
@@ -149,9 +153,11 @@ def _joined(
         test_nulls=replicas_of({**arm.test, **test}, curves, count),
         invalid=(
             *broken_replicas(control_logs, seeds, steps),
-            *suspicious(gap, seeds, steps, count, arm, {**diverged, **blown}),
+            *broken_late,
+            *unstable,
+            *suspicious(gap, seeds, steps, count, arm, gone),
         ),
-        diverged={**diverged, **blown},
+        diverged=gone,
         warnings=(*warnings, *masked, *poor_grid_remarks(len(steps))),
         spike_counts=spike_counts_of(arm, seeds),
         tail_count=count,

@@ -9,7 +9,8 @@ import numpy as np
 from fp8parity_analysis import gap as gaps
 from fp8parity_analysis.arms import SHOWN, Arm, differing, listed, runs_of, series_of
 from fp8parity_analysis.forks import PARENT_PREFIX
-from fp8parity_analysis.health import nonfinite_from
+from fp8parity_analysis.grid import common_steps, on_grid
+from fp8parity_analysis.health import LASTING_STEPS, Runs, nonfinite_from
 from fp8parity_analysis.schema import EVAL_ARM, EVAL_BF16, TRAIN, Role, Status
 
 if TYPE_CHECKING:
@@ -19,6 +20,11 @@ if TYPE_CHECKING:
     from fp8parity_analysis.curves import FloatArray, IntArray, RunCurve, Series
 
 _MIN_EVALS_IDENTICAL = 3
+_MIN_SEEDS_IDENTICAL = 3
+"""Two seeds may agree in one or two rounded losses by chance; three do not."""
+
+MASKED_EVALS, MASKED_SHARE = 2, 0.1
+"""Evaluations of a pair that may be masked: two, or a tenth of them."""
 
 
 def left_out(arm: Arm) -> Iterator[str]:
@@ -26,12 +32,12 @@ def left_out(arm: Arm) -> Iterator[str]:
     lonely = sorted(set(arm.test) - set(arm.control))
     if lonely:
         yield f"seeds {listed(lonely)} have no control run and are left out"
-    # a control seed with replicas is there for the noise floor; any other one lacks its other half
-    missing = [
-        seed
-        for seed in sorted(set(arm.control) - set(arm.test))
-        if not arm.null_arm and len(arm.control[seed]) == 1 and seed not in arm.extra
-    ]
+    # a control seed with replicas is there for the noise floor, unless judged seeds have them too; any other one lacks
+    # its other half
+    for_noise = {seed for seed in arm.control if len(arm.control[seed]) > 1 or seed in arm.extra}
+    if for_noise & set(arm.test):
+        for_noise = set()
+    missing = [] if arm.null_arm else sorted(set(arm.control) - set(arm.test) - for_noise)
     if missing:
         yield (
             f"seeds {listed(missing)} have a control but no run of this arm: if those runs failed, this verdict is "
@@ -148,32 +154,80 @@ def _between_seeds(arm: Arm, seeds: Sequence[int]) -> Iterator[str]:
             yield f"{reference.label} and {other.label} are no seeds of one study: {'; '.join(found[:SHOWN])}"
 
 
-def blow_ups(
-    gap: FloatArray, seeds: Sequence[int], steps: IntArray, diverged: Mapping[int, int]
-) -> dict[int, int]:
-    """Return the seeds whose gap stays above 5 % to the end, with the step from which it does."""
-    starts = gaps.blow_up_starts(gap)
-    return {
-        seed: int(steps[start])
-        for seed, start in zip(seeds, starts, strict=True)
-        if start is not None and seed not in diverged
-    }
+def blow_ups(run_gaps: Sequence[FloatArray], seeds: Sequence[int], steps: IntArray) -> dict[int, int]:
+    """Return the seeds with a run whose gap stays above 5 % to the end, with the earliest step from which one does.
+
+    `run_gaps` [n] of [r, K]: each test run against the mean of its control runs, not their mean, which hides one.
+    """
+    found = {}
+    for seed, rows in zip(seeds, run_gaps, strict=True):
+        starts = [start for start in gaps.blow_up_starts(rows) if start is not None]
+        if starts:
+            found[seed] = int(steps[min(starts)])
+    return found
+
+
+def late_blow_ups(
+    control: Runs, test: Runs, seeds: Sequence[int], last_eval: int
+) -> tuple[dict[int, int], list[str]]:
+    """Return what the training loss shows after the last common evaluation: test seeds that blew up, broken controls.
+
+    The training losses of both runs at the same steps lie more than 5 % apart up to the end, over eight steps or more:
+    fewer can do so by chance where the arms do not see the same batches.
+    """
+    late, broken = {}, []
+    for seed in seeds:
+        steps, gap = _training_gap(control[seed], test[seed], last_eval)
+        above, below = (gaps.trailing_start(sign * gap > gaps.BLOW_UP_GAP) for sign in (1, -1))
+        if len(steps) - above >= LASTING_STEPS:
+            late[seed] = int(steps[above])
+        if len(steps) - below >= LASTING_STEPS:
+            broken.append(
+                f"seed {seed}: the control's training loss is more than {gaps.BLOW_UP_GAP:.0%} above this arm's from "
+                f"step {int(steps[below])}, past the last evaluation, to the end; the baseline diverged"
+            )
+    return late, broken
+
+
+def _training_gap(
+    control: Sequence[RunCurve], test: Sequence[RunCurve], after: int
+) -> tuple[IntArray, FloatArray]:
+    """Return the common training steps past `after` and, at each, the gap of the test run that is farthest above."""
+    series = [run.train for run in (*control, *test)]
+    whole = [item for item in series if item is not None]
+    if len(whole) < len(series) or any(not len(item.steps) or item.steps[-1] <= after for item in whole):
+        return np.zeros(0, np.int64), np.zeros(0)
+    steps = common_steps(whole)
+    steps = steps[steps > after]
+    logs = gaps.log_loss(np.array([on_grid(item, steps) for item in whole]))
+    ours, theirs = logs[len(control) :], logs[: len(control)]
+    return steps, ours.max(axis=0) - theirs.mean(axis=0)
 
 
 def mask_transients(
     gap: FloatArray, seeds: Sequence[int], diverged: Mapping[int, int]
-) -> tuple[FloatArray, list[str]]:
-    """Mask single evaluations that jump by more than 5 % and come back, and say how many."""
+) -> tuple[FloatArray, list[str], list[str]]:
+    """Mask single evaluations that jump by more than 5 % and come back, say how many, and where they are too many."""
     marks = gaps.transient_gaps(gap)
     marks[[row for row, seed in enumerate(seeds) if seed in diverged]] = False
     spikes, lost = marks.sum(axis=1), np.isnan(gap).sum(axis=1)
+    allowed = max(MASKED_EVALS, int(MASKED_SHARE * gap.shape[1]))
+    live = [(row, seed) for row, seed in enumerate(seeds) if seed not in diverged]
+    unstable = [seed for row, seed in live if spikes[row] + lost[row] > allowed]
     remarks = [
         f"seed {seed}: {int(spikes[row])} evaluations with a spike and {int(lost[row])} with a non-finite "
         "loss were masked; the run recovered from them"
-        for row, seed in enumerate(seeds)
-        if seed not in diverged and (spikes[row] or lost[row])
+        for row, seed in live
+        if seed not in unstable and (spikes[row] or lost[row])
     ]
-    return np.where(marks, np.nan, gap), remarks
+    masked = np.where(marks, np.nan, gap)
+    if not unstable:
+        return masked, remarks, []
+    told = (
+        f"seeds {listed(unstable)}: more than {allowed} of {gap.shape[1]} evaluations jump by more than "
+        f"{gaps.BLOW_UP_GAP:.0%} and come back, or are not finite; so many are no accident that may be left out"
+    )
+    return masked, remarks, [told]
 
 
 def suspicious(
@@ -217,8 +271,9 @@ def _same(ends: FloatArray) -> bool:
     return bool(np.all(np.abs(ends - ends[0]) <= 1e-9 * abs(ends[0])))
 
 
-def _copied_runs(runs: Mapping[int, tuple[RunCurve, ...]], seeds: Sequence[int]) -> Iterator[str]:
-    """Yield pairs of seeds whose runs carry the same curve of at least three points."""
+def _copied_runs(runs: Runs, seeds: Sequence[int]) -> Iterator[str]:
+    """Yield pairs of seeds whose runs have one curve of three points or more, and three seeds with a shorter one."""
+    yield from _short_copies(runs, seeds)
     seen: dict[bytes, tuple[int, str]] = {}
     for seed in seeds:
         for run in runs[seed]:
@@ -228,6 +283,20 @@ def _copied_runs(runs: Mapping[int, tuple[RunCurve, ...]], seeds: Sequence[int])
             owner, label = seen.setdefault(series.loss.tobytes(), (seed, run.label))
             if owner != seed and np.ptp(series.loss) > 0:
                 yield f"{label} and {run.label} have the same curve: a log was copied, or seeds do nothing"
+
+
+def _short_copies(runs: Runs, seeds: Sequence[int]) -> Iterator[str]:
+    found: dict[bytes, list[int]] = {}
+    for seed in seeds:
+        series = next(iter(runs[seed][0].evals.values()), runs[seed][0].train)
+        if series is not None and 0 < len(series.loss) < _MIN_EVALS_IDENTICAL:
+            found.setdefault(series.loss.tobytes(), []).append(seed)
+    for same in found.values():
+        if len(same) >= _MIN_SEEDS_IDENTICAL:
+            yield (
+                f"seeds {listed(same)} have the same losses to the last digit: a log was copied, or the losses were "
+                "rounded too coarsely to tell seeds apart"
+            )
 
 
 def spike_counts_of(arm: Arm, seeds: Sequence[int]) -> FloatArray | None:

@@ -61,7 +61,8 @@ class TestCriteria:
         [
             ({"margin": 0.0}, "margin: 0.0 is outside"),
             ({"margin": float("nan")}, "margin: nan is not a finite number"),
-            ({"margin": 25}, "0.0025 for 0.25 %"),
+            ({"margin": 25}, "0.0025, or 0.25%"),
+            ({"margin": 0.25}, "outside (0, 0.05]; write 0.25% if per cent were meant"),
             ({"confidence": 1.0}, "confidence: 1.0"),
             ({"endpoint": "last"}, "endpoint: 'last' is not known; write one of held_out, train, final"),
             ({"eval_precision": "fp8"}, "write one of bf16, arm"),

@@ -243,3 +243,102 @@ def test_the_report_says_what_withholds_a_pass() -> None:
     )
     early = verdict(curves(seeds=3), Criteria(looks=(5, 8)))
     assert sentence(early) == "rowwise is not settled: the first declared look is still to come."
+
+
+def test_a_blow_up_that_only_the_own_cadence_shows() -> None:
+    """Control every 100 steps, FP8 every 70: what both have ends long before either does."""
+    table = curves()
+    fp8 = table["arm"] == "rowwise"
+    table = table[fp8 | (table["step"] % 100 == 0)].copy()
+    fp8 = table["arm"] == "rowwise"
+    table.loc[fp8, "step"] = table.loc[fp8, "step"] // 50 * 70
+    table = table[table["step"] <= 2030]
+    late = (table["arm"] == "rowwise") & (table["step"] > 1400)
+    table.loc[late, "loss"] *= 1.3
+    found = verdict(table)
+    assert found.gate is Gate.INVALID
+    assert found.reasons[0] == "the evaluations that all runs share end at step 1400 of 2030"
+
+
+@pytest.mark.parametrize(
+    ("arm", "outcome"), [("rowwise", Outcome.DIVERGED), ("bf16", Outcome.INVALID), (None, Outcome.EQUIVALENT)]
+)
+def test_training_that_blows_up_after_the_last_evaluation(arm: str | None, outcome: Outcome) -> None:
+    table = curves()
+    train = table.assign(split="train")
+    table = table[table["step"].isin([500, 1000, 1500])]
+    train.loc[(train["arm"] == arm) & (train["step"] > 1550), "loss"] *= 1.1
+    # the step before the last of them is where a run of two cadences would end early
+    train = train[train["step"] < 2000]
+    found = verdict(pd.concat([table, train], ignore_index=True))
+    assert found.outcome is outcome
+    if arm == "rowwise":
+        assert "seed 0 from step 1600" in found.reasons[0]
+    if arm == "bf16":
+        assert (
+            "the control's training loss is more than 5% above this arm's from step 1600" in found.reasons[0]
+        )
+
+
+def test_fewer_training_steps_than_chance_could_lift_say_nothing() -> None:
+    table = curves()
+    train = table.assign(split="train")
+    table = table[table["step"].isin([500, 1000, 1500])]
+    train = train[(train["step"] < 2000) & (train["step"] % 100 == 0)]
+    train.loc[(train["arm"] == "rowwise") & (train["step"] > 1500), "loss"] *= 1.1
+    assert verdict(pd.concat([table, train], ignore_index=True)).outcome is Outcome.EQUIVALENT
+
+
+def test_survivors_are_named_where_every_seed_has_a_null_run() -> None:
+    table = with_nulls(curves(), 1e-4)
+    found = verdict(table[~((table["arm"] == "rowwise") & (table["seed"] == 4))])
+    assert any("seeds 4 have a control but no run of this arm" in text for text in found.warnings)
+
+
+@pytest.mark.parametrize("what", ["nan", "spikes"])
+@pytest.mark.parametrize(("count", "gate"), [(4, Gate.PASS), (5, Gate.INVALID), (16, Gate.INVALID)])
+def test_masking_is_for_accidents(what: str, count: int, gate: Gate) -> None:
+    """Of 40 evaluations four may be left out."""
+    table = curves()
+    bad = STEPS[3 : 3 + 2 * count : 2]
+    rows = (table["arm"] == "rowwise") & (table["seed"] == 2) & table["step"].isin(bad)
+    table.loc[rows, "loss"] *= np.nan if what == "nan" else 1.4
+    found = verdict(table)
+    # spikes with one good evaluation between two of them make that one a dip, so twice as many stand out
+    assert found.gate is (Gate.INVALID if what == "spikes" and count > 2 else gate)
+    if found.gate is Gate.INVALID:
+        assert "seeds 2: more than 4 of 40 evaluations jump" in found.reasons[0]
+
+
+def test_one_control_for_all_seeds_and_two_evaluations() -> None:
+    table = curves(seeds=4)
+    table = table[table["step"].isin([1000, 2000])].copy()
+    assert verdict(table).gate is Gate.PASS
+    control = table["arm"] == "bf16"
+    table.loc[control, "loss"] = np.tile(table.loc[control, "loss"].to_numpy()[:2], 4)
+    found = verdict(table)
+    assert found.gate is Gate.INVALID
+    assert "seeds 0, 1, 2, 3 have the same losses to the last digit" in " ".join(found.reasons)
+
+
+def test_one_replica_that_blew_up_is_not_averaged_away() -> None:
+    table = curves()
+    extra = [table[table["arm"] == "rowwise"].assign(replica=replica) for replica in (1, 2, 3)]
+    table = pd.concat([table.assign(replica=0), *extra], ignore_index=True)
+    rng = np.random.default_rng(3)
+    table["loss"] *= np.exp(1e-4 * rng.standard_normal(len(table)))
+    assert verdict(table).gate is Gate.PASS
+    broken = (table["replica"] == 2) & (table["seed"] == 4) & (table["step"] >= 1050)
+    table.loc[broken, "loss"] *= 1.12
+    found = verdict(table)
+    assert (found.outcome, found.diverged_seeds) == (Outcome.DIVERGED, (4,))
+    assert "seed 4 from step 1050" in found.reasons[0]
+
+
+def test_one_pair_says_that_its_growth_is_unknown() -> None:
+    criteria = Criteria(noise_sd=0.0001)
+    assert any(
+        "whether its gap still grows cannot be tested" in t
+        for t in verdict(curves(seeds=1), criteria).warnings
+    )
+    assert not any("grows" in t for t in verdict(curves(seeds=2), criteria).warnings)

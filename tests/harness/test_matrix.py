@@ -86,7 +86,10 @@ def test_excluding_everything_is_an_error(write_recipe: WriteRecipe) -> None:
             "null.0.seeds: seeds [9] have no run of an FP8 arm to repeat",
         ),
         ({"criteria": {"looks": [5, 3]}}, "criteria.looks: (5, 3) must increase"),
-        ({"criteria": {"margin": 0.7}}, "criteria.margin: 0.7 is outside (0, 0.5)"),
+        (
+            {"criteria": {"margin": 0.7}},
+            "criteria.margin: 0.7 is outside (0, 0.05]; write 0.7% if per cent were meant",
+        ),
         (
             {"criteria": {"looks": [3, 5], "anytime": True}},
             "criteria.anytime: true and looks are two answers",
