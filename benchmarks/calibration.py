@@ -27,6 +27,7 @@ import simulate
 from scipy.stats import binom, false_discovery_control
 
 from fp8parity_analysis import core, paired, sequential, trajectory
+from fp8parity_analysis.contrasts import contrast_of
 from fp8parity_analysis.schema import Outcome
 from fp8parity_analysis.verdict import Criteria, judge
 
@@ -170,6 +171,25 @@ def c6_sequential(replicates: int) -> Iterator[Line]:
     for n in range(2, 11):
         hits |= sequential.anytime_t(ends[:, :n], ALPHA).lo > 0
     yield counted(name, hits, ALPHA, only_above=True)
+    yield from c6_contrasts(replicates)
+
+
+def c6_contrasts(replicates: int) -> Iterator[Line]:
+    """Measure how often any look at all finds two equal recipes different: p below 5 %, adjusted for the looks.
+
+    The control cancels in a contrast, so the difference of two recipes is drawn as a gap is.
+    """
+    ways = (
+        ("look of 3, 5, 8, bonferroni", (3, 5, 8), Criteria(looks=(3, 5, 8))),
+        ("look of 3, 5, 8, obrien_fleming", (3, 5, 8), Criteria(looks=(3, 5, 8), spending="obrien_fleming")),
+        ("number of seeds from 2 to 10, e-process", range(2, 11), Criteria(anytime=True)),
+    )
+    for label, sizes, criteria in ways:
+        name = f"C6 contrast of equal recipes at any {label}"
+        studies = max(1, replicates // 2) if criteria.anytime else replicates  # nine looks take their time
+        ends = judged(name, studies, max(sizes))[1].endpoints
+        p = [[contrast_of("a", "b", row[:n], criteria).p for n in sizes] for row in ends]
+        yield counted(name, np.array(p).min(axis=1) < ALPHA, ALPHA, only_above=True)
 
 
 def c7_undeclared_nulls(replicates: int, draws: int) -> Iterator[Line]:

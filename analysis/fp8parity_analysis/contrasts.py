@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from fp8parity_analysis import estimate, paired
 from fp8parity_analysis import gap as gaps
-from fp8parity_analysis import paired
 from fp8parity_analysis.verdict import Contrast
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def _group(item: Judged) -> str:
 
 def _contrast(a: Judged, b: Judged, criteria: Criteria) -> Contrast:
     differences = _endpoint_differences(a.pairs, b.pairs, criteria)
-    return _tested(a.verdict.recipe, b.verdict.recipe, differences, criteria)
+    return contrast_of(a.verdict.recipe, b.verdict.recipe, differences, criteria)
 
 
 def _endpoint_differences(a: Pairs, b: Pairs, criteria: Criteria) -> FloatArray:
@@ -76,17 +76,28 @@ def _endpoint_differences(a: Pairs, b: Pairs, criteria: Criteria) -> FloatArray:
     return gaps.endpoint(difference, count)
 
 
-def _tested(a: str, b: str, values: FloatArray, criteria: Criteria) -> Contrast:
+def contrast_of(a: str, b: str, values: FloatArray, criteria: Criteria) -> Contrast:
+    """Return the contrast of `values`, one per seed in order: those of the look reached, at the look's size.
+
+    Its two-sided p-value is multiplied by alpha / alpha_look, a Bonferroni procedure with the looks' weights: over all
+    looks the chance that it falls below any x is at most x, and it is below 2 alpha where the interval excludes zero.
+    """
     known = values[~np.isnan(values)]
-    n = len(known)
-    if n == 0:
+    if not len(known):
         return Contrast(a, b, None, (None, None), None, 0)
-    estimate = paired.paired_t(known[None], criteria.alpha)
-    gap = float(estimate.gap[0])
-    if n == 1:
-        return Contrast(a, b, gap, (None, None), None, 1)
-    p = min(1.0, 2.0 * float(min(estimate.p_greater()[0], estimate.p_less()[0])))
-    return Contrast(a, b, gap, (float(estimate.lo[0]), float(estimate.hi[0])), p, n)
+    look = estimate.look_of(len(known), criteria)
+    measured = estimate.tested(known[None, : look.n_seeds], look, criteria)
+    gap = float(measured.gap[0])
+    if look.n_seeds == 1 or look.waiting_for is not None:
+        return Contrast(a, b, gap, (None, None), None, look.n_seeds)
+    one_sided = float(min(measured.p_greater()[0], measured.p_less()[0]))
+    p = min(1.0, 2.0 * one_sided * (criteria.alpha / look.alpha))
+    bounds = (_known(float(measured.lo[0])), _known(float(measured.hi[0])))
+    return Contrast(a, b, gap, bounds, p, look.n_seeds)
+
+
+def _known(bound: float) -> float | None:
+    return bound if np.isfinite(bound) else None
 
 
 def _trends(members: Sequence[Judged], criteria: Criteria) -> Iterator[Contrast]:
@@ -133,7 +144,7 @@ def _trend(axis: str, family: Sequence[tuple[float, Judged]], criteria: Criteria
     ends = np.array([_ends_by_seed(item, sorted(seeds)) for _, item in ordered])
     centred = x - x.mean()
     slopes = centred @ ends / (centred @ centred)
-    yield _tested(
+    yield contrast_of(
         f"trend over {axis}", ", ".join(item.verdict.recipe for _, item in ordered), slopes, criteria
     )
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, get_args
 
+import numpy as np
+
+from fp8parity_analysis import estimate
 from fp8parity_analysis import gap as gaps
-from fp8parity_analysis import paired
 from fp8parity_analysis.criteria import Criteria, EvalPrecision
 from fp8parity_analysis.pairing import build_pairs
-from fp8parity_analysis.reasons import percent
+from fp8parity_analysis.reasons import percent, seeds_text
+from fp8parity_analysis.wording import level
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -21,7 +24,10 @@ _PRECISIONS: tuple[EvalPrecision, ...] = get_args(EvalPrecision)
 
 
 def described(item: Judged, criteria: Criteria) -> list[str]:
-    """Return one line per further held-out set or precision, and one more when their signs disagree."""
+    """Return one line per further held-out set or precision, and one more when their signs disagree.
+
+    Each is described over the seeds that the verdict used, at its level.
+    """
     gap = item.verdict.gap
     if criteria.endpoint == "train" or gap is None:
         return []
@@ -33,10 +39,14 @@ def described(item: Judged, criteria: Criteria) -> list[str]:
         if unusable:
             lines.append(f"not described: {name}, {unusable}")
             continue
-        estimate = paired.paired_t(gaps.endpoint(pairs.gap, pairs.tail_count)[None], criteria.alpha)
-        mean, lo, hi = float(estimate.gap[0]), float(estimate.lo[0]), float(estimate.hi[0])
-        interval = f", interval {percent(lo)} to {percent(hi)}" if len(pairs.seeds) > 1 else ""
-        lines.append(f"described only: gap {percent(mean)} on {name}{interval}")
+        look = estimate.look_of(len(item.pairs.seeds), criteria)
+        used = set(item.pairs.seeds[: look.n_seeds])
+        rows = [row for row, seed in enumerate(pairs.seeds) if seed in used]
+        ends = gaps.endpoint(pairs.gap[rows], pairs.tail_count)
+        measured = estimate.tested(ends[None], look, criteria)
+        mean, lo, hi = float(measured.gap[0]), float(measured.lo[0]), float(measured.hi[0])
+        interval = f", {level(look.alpha)} interval {percent(lo)} to {percent(hi)}" if np.isfinite(lo) else ""
+        lines.append(f"described only: gap {percent(mean)} on {name} from {seeds_text(len(rows))}{interval}")
         signs.add(mean > 0)
     if len(signs) > 1:
         lines.append(

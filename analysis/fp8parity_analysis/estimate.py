@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
+from scipy.special import stdtrit
 
 from fp8parity_analysis import gap as gaps
 from fp8parity_analysis import noise, paired, planning, sequential
@@ -73,15 +74,50 @@ def look_of(n_seeds: int, criteria: Criteria) -> Look:
     alpha = sequential.look_alphas(criteria.looks, criteria.alpha, criteria.spending)[index]
     used = criteria.looks[index]
     text = f"look {index + 1} of {len(criteria.looks)} (at {used} seeds), one-sided size {alpha:.3g}"
-    if n_seeds > used:
-        text += f"; {n_seeds - used} further seeds wait for the next declared look"
-    return Look(used, alpha, text)
+    return Look(used, alpha, text + _beyond(n_seeds - used, last=index + 1 == len(criteria.looks)))
 
 
-def floor_of(pairs: Pairs, endpoints: FloatArray, rows: list[int], alpha: float) -> NoiseFloor:
-    """Return the noise floor of the seeds `rows` with endpoints [n]."""
+def _beyond(count: int, *, last: bool) -> str:
+    """Return what becomes of the seeds beyond a look."""
+    if not count:
+        return ""
+    seeds = f"; {count} further seed{'s' if count > 1 else ''} "
+    if last:
+        return seeds + f"{'are' if count > 1 else 'is'} not used, since no look is left"
+    return seeds + f"wait{'' if count > 1 else 's'} for the next declared look"
+
+
+def tested(values: FloatArray, look: Look, criteria: Criteria) -> Estimate:
+    """Return the estimate of `values` [R, n] at the error rate of a verdict over the same seeds.
+
+    Plain t at the look's size, or with `anytime` the t e-process: what is stated beside verdicts rests on it.
+    """
+    return (sequential.anytime_t if criteria.anytime else paired.paired_t)(values, look.alpha)
+
+
+def critical_t(look: Look, criteria: Criteria) -> float | None:
+    """Return the t that the mean gap over a look's seeds must exceed to be found, None where nothing can be.
+
+    Student's quantile at the look's size; with `anytime` where the e-process reaches 1/alpha at just these seeds.
+    """
+    if look.waiting_for is not None or look.n_seeds < 2:
+        return None
+    if criteria.anytime:
+        return sequential.anytime_limit(look.n_seeds, look.alpha)
+    return float(stdtrit(look.n_seeds - 1, 1.0 - look.alpha))
+
+
+def floor_of(
+    pairs: Pairs, endpoints: FloatArray, rows: list[int], criteria: Criteria, look: Look
+) -> NoiseFloor:
+    """Return the noise floor of the seeds `rows` with endpoints [n], and what a look at them can find."""
     return noise.noise_floor(
-        endpoints, pairs.control_nulls, pairs.test_nulls, runs_per_gap(pairs, rows), alpha
+        endpoints,
+        pairs.control_nulls,
+        pairs.test_nulls,
+        runs_per_gap(pairs, rows),
+        criteria.alpha,
+        critical=critical_t(look, criteria),
     )
 
 
@@ -102,9 +138,8 @@ def basis_of(
 ) -> tuple[Basis, list[str]]:
     """Return the basis that the declarations allow and the data do not veto, with warnings."""
     n = len(rows)
-    if criteria.anytime and n >= 2:
-        text = f"anytime-valid t e-process over {n} seeds"
-        return Basis(text, "anytime", provisional=False, alpha=look.alpha), []
+    if criteria.anytime:
+        return _anytime(n, criteria, look)
     warnings: list[str] = []
     if criteria.null_matched and not pairs.arm.null_arm:
         pooled, warnings = _pooled(pairs, rows, floor, look)
@@ -122,6 +157,24 @@ def basis_of(
         basis = Basis(text, "stated", provisional=True, alpha=look.alpha, pair_sd=sd, pair_df=df)
         return basis, warnings
     return Basis("one pair, no measure of its noise", "none", provisional=False, alpha=look.alpha), warnings
+
+
+def _anytime(n: int, criteria: Criteria, look: Look) -> tuple[Basis, list[str]]:
+    """Return the basis that holds at any number of seeds, without whatever would end that.
+
+    An interval for one seed from a stated noise or pooled nulls, followed by the t e-process from two seeds on, would
+    be two procedures that spend the whole error rate each.
+    """
+    warnings = []
+    if criteria.null_matched:
+        warnings.append("null_matched is declared, but anytime pools no null pairs: nothing was pooled")
+    if n >= 2:
+        text = f"anytime-valid t e-process over {n} seeds"
+        return Basis(text, "anytime", provisional=False, alpha=look.alpha), warnings
+    if criteria.noise_sd is not None:
+        warnings.append("the stated noise was not used: anytime measures its own, from two seeds on")
+    text = "one pair; anytime begins at two seeds"
+    return Basis(text, "none", provisional=False, alpha=look.alpha), warnings
 
 
 def _pooled(pairs: Pairs, rows: list[int], floor: NoiseFloor, look: Look) -> tuple[Basis | None, list[str]]:
@@ -153,14 +206,37 @@ def _pooled(pairs: Pairs, rows: list[int], floor: NoiseFloor, look: Look) -> tup
     return basis, warnings
 
 
-def seed_advice(basis: Basis, estimate: Estimate, n: int, margin: float) -> planning.SeedAdvice:
+def seed_advice(basis: Basis, estimate: Estimate, n: int, criteria: Criteria) -> planning.SeedAdvice:
     """Return how many seeds would tell the gap from the margin.
 
-    The default number when the noise is not known.
+    The default number when the noise is not known. With declared looks only those that are still to come count, each
+    at its own size.
     """
     if basis.kind == "none" or not np.isfinite(estimate.se).all():
         return planning.SeedAdvice(max(planning.DEFAULT_SEEDS, n + 1), on_the_margin=False)
     sd = float(estimate.se[0]) * n**0.5
     return planning.seeds_to_settle(
-        float(estimate.gap[0]), sd, estimate.df, n, margin, alpha=basis.alpha, null_pairs=basis.null_df
+        float(estimate.gap[0]),
+        sd,
+        estimate.df,
+        n,
+        criteria.margin,
+        alpha=basis.alpha,
+        null_pairs=basis.null_df,
+        critical=_critical_later(basis, n, criteria),
     )
+
+
+def _critical_later(basis: Basis, n: int, criteria: Criteria) -> dict[int, float] | None:
+    """Return the t to exceed at each later number of seeds with a verdict, None where all have the same size."""
+    if basis.kind == "anytime":
+        later = range(n + 1, planning.MAX_SEEDS + 1)
+        return {total: sequential.anytime_limit(total, basis.alpha) for total in later}
+    if not criteria.looks:
+        return None
+    alphas = sequential.look_alphas(criteria.looks, criteria.alpha, criteria.spending)
+    return {
+        look: float(stdtrit(look - 1 + basis.null_df, 1.0 - alpha))
+        for look, alpha in zip(criteria.looks, alphas, strict=True)
+        if look > n
+    }

@@ -137,7 +137,7 @@ def _judge_gap(pairs: Pairs, blank: Verdict, criteria: Criteria) -> Judged:
     rows = list(range(look.n_seeds))
     gap, progress = pairs.gap[rows], _progress(pairs)
     endpoints = gaps.endpoint(gap, pairs.tail_count)
-    floor = estimate.floor_of(pairs, endpoints, rows, criteria.alpha)
+    floor = estimate.floor_of(pairs, endpoints, rows, criteria, look)
     basis, warnings = estimate.basis_of(pairs, rows, floor, criteria, look)
     measured = basis.estimate(endpoints[None])
     growth = divergence.growth_of(gap[None], progress, measured.gap)
@@ -153,7 +153,7 @@ def _judge_gap(pairs: Pairs, blank: Verdict, criteria: Criteria) -> Judged:
         growth=growth,
         floor=floor,
         trajectory=test,
-        advice=estimate.seed_advice(basis, measured, len(rows), criteria.margin),
+        advice=estimate.seed_advice(basis, measured, len(rows), criteria),
         left_out=secondary.leave_one_out(gap, endpoints, seeds, progress, basis, criteria.margin),
         p_values=secondary.secondary_p_values(
             trajectory=test.p, slope=_known(growth.p_up), spikes=secondary.spike_p(pairs, rows)

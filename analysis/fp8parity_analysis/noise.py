@@ -114,11 +114,18 @@ class NoiseFloor:
 
 
 def noise_floor(
-    gaps: FloatArray, control: Sequence[Replicas], test: Sequence[Replicas], runs_per_gap: float, alpha: float
+    gaps: FloatArray,
+    control: Sequence[Replicas],
+    test: Sequence[Replicas],
+    runs_per_gap: float,
+    alpha: float,
+    *,
+    critical: float | None,
 ) -> NoiseFloor:
     """Return the noise floor of gaps [n].
 
-    `runs_per_gap` is the mean of 1/r_test + 1/r_control over the seeds.
+    `runs_per_gap` is the mean of 1/r_test + 1/r_control over the seeds. `alpha` is that of the spreads' intervals;
+    `critical` is the t that the mean gap over these n seeds must exceed, None where no verdict is reached at n.
 
     Estimators: pooled sum of squares within seeds (r - 1 degrees of freedom each); the sample sd of the gaps;
     the sample sd of the seeds' control means; interaction by the method of moments.
@@ -149,5 +156,7 @@ def noise_floor(
         seeds=seeds,
         ratio=ratio,
         interaction_sd=math.sqrt(max(0.0, pair.variance - predicted)) if known else None,
-        detectable_gap=None if pair.sd is None else detectable_gap(n, pair.sd, alpha=alpha),
+        detectable_gap=None
+        if pair.sd is None or critical is None
+        else detectable_gap(n, pair.sd, critical=critical),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import isfinite
 from typing import TYPE_CHECKING, Any
 
 from scipy.special import ndtri
@@ -12,6 +13,7 @@ from fp8parity_analysis.forks import is_fork
 from fp8parity_analysis.planning import MAX_SEEDS, SeedAdvice
 from fp8parity_analysis.schema import Outcome
 from fp8parity_analysis.secondary import TRAJECTORY_ALPHA
+from fp8parity_analysis.wording import level
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -135,6 +137,8 @@ def _conclusion(finding: Finding) -> str:
         if finding.withheld
         else f"not settled: the data allow both an acceptable gap and one above {margin}"
         if finding.basis.kind != "none"
+        else f"not settled: {finding.basis.text}"
+        if finding.criteria.anytime
         else "not settled: one pair says nothing about its own noise",
     }
     return texts[finding.outcome] + provisional
@@ -145,8 +149,8 @@ def _evidence(finding: Finding) -> str:
     text = f"gap {percent(finding.gap)} from {seeds_text(n)}"
     if finding.basis.kind != "none":
         lo, hi = float(finding.estimate.lo[0]), float(finding.estimate.hi[0])
-        level = 100 * (1 - 2 * finding.basis.alpha)
-        text += f", {level:.3g} % interval {percent(lo)} to {percent(hi)} ({finding.basis.text})"
+        interval = f"{percent(lo)} to {percent(hi)}" if isfinite(lo) else "without bounds at so few seeds"
+        text += f", {level(finding.basis.alpha)} interval {interval} ({finding.basis.text})"
     if finding.floor.pair.sd is not None:
         text += f"; sd over seeds {_unsigned(finding.floor.pair.sd)}"
     if finding.floor.detectable_gap is not None:
@@ -224,7 +228,7 @@ def _leave_one_out(finding: Finding) -> Iterator[str]:
 
 def _sensitivity(finding: Finding) -> Iterator[str]:
     """One pair: how quiet the runs would have to be for a pass, or for a fail."""
-    if finding.look.n_seeds != 1 or finding.basis.kind == "pooled":
+    if finding.look.n_seeds != 1 or finding.basis.kind == "pooled" or finding.criteria.anytime:
         return
     unit = float(ndtri(1.0 - finding.basis.alpha)) * runs_per_gap(finding.pairs, [0]) ** 0.5
     room = finding.criteria.margin - finding.gap
@@ -269,12 +273,12 @@ def _next(finding: Finding) -> Iterator[str]:
 
 
 def _seeds_next(finding: Finding) -> str:
-    n, advice = finding.look.n_seeds, finding.advice
+    n, advice, looks = finding.look.n_seeds, finding.advice, finding.criteria.looks
     if advice.seeds is not None:
         return f"next: {seeds_text(advice.seeds - n)} more ({advice.seeds} in all) should settle it"
+    if looks and n >= looks[-1]:
+        return "no declared look is left: more seeds would not be used; only a study of its own can settle it"
     if advice.on_the_margin:
         return f"more seeds will not settle this: the gap of {percent(finding.gap)} sits on the margin"
-    return (
-        f"no number of seeds up to {MAX_SEEDS} would settle it with this noise; "
-        "accept a wider margin or average replicas"
-    )
+    none = "no declared look" if looks else f"no number of seeds up to {MAX_SEEDS}"
+    return f"{none} would settle it with this noise; accept a wider margin or average replicas"

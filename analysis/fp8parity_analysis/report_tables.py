@@ -7,10 +7,12 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from fp8parity_analysis import report_format as fmt
+from fp8parity_analysis.estimate import look_of
 from fp8parity_analysis.report_model import Grid, GridBlock, GridCell, GridRow, Table
-from fp8parity_analysis.wording import TITLES, level
+from fp8parity_analysis.wording import TITLES, level, levels
 
 if TYPE_CHECKING:
+    from fp8parity_analysis.criteria import Criteria
     from fp8parity_analysis.verdict import Contrast, Judgement, Verdict
 
 MAX_CONTRASTS = 60
@@ -88,14 +90,21 @@ def contrasts_table(judgement: Judgement) -> Table | None:
     return Table(
         caption="Recipe against recipe, paired by seed",
         head=("A", "B", "A minus B", "p", "seeds", "reading"),
-        rows=tuple(_contrast_row(item, digits) for item in shown),
+        rows=tuple(_contrast_row(item, digits, judgement.criteria) for item in shown),
         numeric=(2, 3, 4),
         notes=(
             *notes,
             "A recipe that passes beside one that does not is no evidence that they differ: this table is.",
-            f"Intervals {level(judgement.criteria.alpha)}; p two-sided, {_correction(judgement)}.",
+            f"{_interval_levels(shown, judgement.criteria)}; p two-sided, {_correction(judgement)}.",
         ),
     )
+
+
+def _interval_levels(contrasts: Sequence[Contrast], criteria: Criteria) -> str:
+    """Return the levels of the intervals shown: those of the looks that the contrasts have reached."""
+    known = [item for item in contrasts if item.interval != (None, None)]
+    found = levels(look_of(item.n_seeds, criteria).alpha for item in known)
+    return f"Intervals {found}" if found else "No intervals yet"
 
 
 def _shown(contrasts: Sequence[Contrast]) -> list[Contrast]:
@@ -106,20 +115,24 @@ def _shown(contrasts: Sequence[Contrast]) -> list[Contrast]:
 
 
 def _correction(judgement: Judgement) -> str:
-    return (
-        "Holm-adjusted" if judgement.criteria.correction == "holm" else "uncorrected for the number of rows"
+    criteria = judgement.criteria
+    looks = "adjusted for the declared looks, " if criteria.looks else ""
+    looks = "valid at any number of seeds, " if criteria.anytime else looks
+    return looks + (
+        "Holm-adjusted" if criteria.correction == "holm" else "uncorrected for the number of rows"
     )
 
 
-def _contrast_row(item: Contrast, digits: int) -> tuple[str, ...]:
+def _contrast_row(item: Contrast, digits: int, criteria: Criteria) -> tuple[str, ...]:
     gap = fmt.gap(item.gap, item.interval, digits)
-    return (item.a, item.b, gap, fmt.p_value(item.p), str(item.n_seeds), _reading(item))
+    return (item.a, item.b, gap, fmt.p_value(item.p), str(item.n_seeds), _reading(item, criteria))
 
 
-def _reading(item: Contrast) -> str:
+def _reading(item: Contrast, criteria: Criteria) -> str:
     lo, hi = item.interval
     if lo is None or hi is None:
-        return "no interval"
+        waiting_for = look_of(item.n_seeds, criteria).waiting_for
+        return f"waits for the look at {waiting_for} seeds" if waiting_for else "no interval"
     trend = item.a.startswith("trend over ")
     if lo > 0:
         return "rises along the axis" if trend else "A is worse"

@@ -56,6 +56,18 @@ def log_e_value(t: FloatArray, n: int, prior_variance: float = PRIOR_VARIANCE) -
     return np.asarray(-0.5 * np.log(grown) + 0.5 * n * (np.log1p(x) - np.log1p(x / grown)), dtype=np.float64)
 
 
+def anytime_limit(n: int, alpha: float, prior_variance: float = PRIOR_VARIANCE) -> float:
+    """Return the t at which the t e-process reaches 1/alpha at `n` seeds (two or more).
+
+    Infinite where it cannot reach it: E is at most (1 + ng)^((n-1)/2), which is its limit for large t.
+    """
+    grown = 1.0 + n * prior_variance
+    power = math.exp((2.0 / n) * (math.log(1.0 / alpha) + 0.5 * math.log(grown)))
+    if power >= grown:
+        return math.inf
+    return math.sqrt((n - 1) * (power - 1.0) / (1.0 - power / grown))
+
+
 def anytime_t(gap: FloatArray, alpha: float, prior_variance: float = PRIOR_VARIANCE) -> Estimate:
     """Return the confidence sequence at n seeds of `gap` [R, n]: the e-process inverted.
 
@@ -66,12 +78,10 @@ def anytime_t(gap: FloatArray, alpha: float, prior_variance: float = PRIOR_VARIA
     if n < 2:
         return paired_t(gap, alpha)
     plain = replace(paired_t(gap, alpha), tail=partial(_e_tail, n=n, prior_variance=prior_variance))
-    grown = 1.0 + n * prior_variance
-    power = math.exp((2.0 / n) * (math.log(1.0 / alpha) + 0.5 * math.log(grown)))
-    if power >= grown:
+    limit = anytime_limit(n, alpha, prior_variance)
+    if math.isinf(limit):
         infinite = np.full(plain.gap.shape, np.inf)
         return replace(plain, lo=-infinite, hi=infinite)
-    limit = math.sqrt((n - 1) * (power - 1.0) / (1.0 - power / grown))
     half = limit * plain.se
     return replace(plain, lo=plain.gap - half, hi=plain.gap + half)
 

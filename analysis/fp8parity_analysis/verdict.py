@@ -64,7 +64,9 @@ class Verdict:
 class Contrast:
     """Recipe `a` against recipe `b`, paired by seed: gap = ln loss(a) - ln loss(b), positive is `a` worse.
 
-    `p` is two-sided, per comparison or, where `correction="holm"` was declared, Holm-adjusted over all pairwise
+    Seeds, size and method are the verdicts': with declared looks those of the look that the seeds in common have
+    reached (neither interval nor p before the first), with `anytime` the t e-process. `p` is two-sided, adjusted for
+    the looks, and per comparison or, where `correction="holm"` was declared, Holm-adjusted over all pairwise
     contrasts; intervals are always per comparison. A trend over an ordered axis is a contrast too: `a` is "trend over
     AXIS", `b` lists the recipes in order, and the gap is the change per unit of the axis.
     """

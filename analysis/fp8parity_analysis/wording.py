@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 
 from fp8parity_analysis import report_format as fmt
 from fp8parity_analysis.schema import Gate, Outcome
+from fp8parity_analysis.sequential import look_alphas
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from fp8parity_analysis.criteria import Criteria
     from fp8parity_analysis.verdict import Judgement, Verdict
@@ -49,7 +50,13 @@ _NAMED, _NAMED_WIDTH = 3, 48
 
 def level(alpha: float) -> str:
     """Return the two-sided level of an interval whose one-sided tests have size `alpha`: `90 %`."""
-    return f"{100 * (1 - 2 * alpha):.4g} %"
+    percent = f"{100 * (1 - 2 * alpha):.4g} %"
+    return "above 99.99 %" if percent == "100 %" else percent  # an early look of O'Brien-Fleming type
+
+
+def levels(alphas: Iterable[float]) -> str:
+    """Return the different levels of intervals, the narrowest first: `90 %`, `96.67 % and 98 %`."""
+    return _listed(list(dict.fromkeys(level(alpha) for alpha in sorted(alphas, reverse=True))))
 
 
 def sentence(verdict: Verdict, *, null_arm: bool = False) -> str:
@@ -81,7 +88,10 @@ def _unresolved(verdict: Verdict) -> str:
 
 def _inconclusive(verdict: Verdict) -> str:
     if verdict.n_seeds == 1 and not any(bound is not None for bound in verdict.interval):
-        return f"is not settled: one pair says nothing about its own noise{_more_seeds(verdict)}"
+        why = "one pair says nothing about its own noise"
+        if "anytime" in verdict.basis:
+            why = verdict.basis
+        return f"is not settled: {why}{_more_seeds(verdict)}"
     high = verdict.interval[1]
     if high is not None and high < verdict.margin and verdict.reasons:
         # the interval alone would pass: the first reason says what forbids it
@@ -183,5 +193,19 @@ def rule(criteria: Criteria) -> str:
     return (
         f"The gap is ln(FP8 loss) {fmt.MINUS} ln(BF16 loss), paired by seed; positive is worse. Endpoint: "
         f"{_ENDPOINTS[criteria.endpoint].format(tail=tail)}{forward}. "
-        f"Margin: {fmt.margin(criteria.margin)} of the loss. Intervals: {level(criteria.alpha)}, over seeds."
+        f"Margin: {fmt.margin(criteria.margin)} of the loss. Intervals: {_intervals(criteria)}."
+    )
+
+
+def _intervals(criteria: Criteria) -> str:
+    if criteria.anytime:
+        return f"{level(criteria.alpha)}, over seeds, at any number of them"
+    if not criteria.looks:
+        return f"{level(criteria.alpha)}, over seeds"
+    alphas = look_alphas(criteria.looks, criteria.alpha, criteria.spending)
+    if len(set(alphas)) == 1:
+        looks = _listed([str(look) for look in criteria.looks])
+        return f"{level(alphas[0])} at each look, over {looks} seeds"
+    return _listed(
+        [f"{level(alpha)} at {look} seeds" for look, alpha in zip(criteria.looks, alphas, strict=True)]
     )

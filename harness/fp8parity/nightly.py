@@ -77,7 +77,7 @@ def nightly(
         raise UsageError(
             f"--runs {runs}: holds no {schema.STUDY_FILE}; give a directory made by `fp8parity run`"
         )
-    console = Console()
+    console = Console(emoji=False)  # a name such as a:on:b is a name
     with study.lock(history_dir):
         for killed in hist.killed_nights(history_dir, hist.read_history(history_dir)):
             hist.append_night(history_dir, killed)

@@ -1,4 +1,7 @@
-"""What the terminal shows: the plan, the live table of runs, the verdicts in words."""
+"""What the terminal shows: the plan, the live table of runs, the verdicts in words.
+
+Names and reasons come from outside: they reach rich as `Text`, which has no markup and no emoji codes.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 from rich import box
 from rich.console import Console
 from rich.live import Live
-from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
 from fp8parity.jobs import RunState
 
 if TYPE_CHECKING:
-    from fp8parity_analysis.verdict import Judgement, Verdict
+    from fp8parity_analysis.criteria import Criteria
+    from fp8parity_analysis.verdict import Contrast, Judgement, Verdict
 
 _GATE_STYLE = {"pass": "green", "fail": "red", "inconclusive": "yellow", "invalid": "magenta"}
 
@@ -43,7 +46,7 @@ def runs_table(states: Sequence[RunState], finished_before: int) -> Table:
         if state.state in ("running", "starting"):
             loss = "" if state.loss is None else f"{state.loss:.4f}"
             step = f"{state.step}/{state.steps}"
-            table.add_row(state.run_id, state.state, step, loss, seconds_text(state.seconds_left))
+            table.add_row(Text(state.run_id), state.state, step, loss, seconds_text(state.seconds_left))
     return table
 
 
@@ -62,10 +65,8 @@ def live_runs(console: Console, finished_before: int) -> Iterator[Callable[[list
             if state.state not in ("running", "starting", "waiting") and state.run_id not in seen:
                 seen.add(state.run_id)
                 reason = f": {state.reason}" if state.reason else ""
-                console.print(
-                    f"[{finished_before + len(seen)}/{total}] {state.run_id} {state.state}{reason}",
-                    markup=False,
-                )
+                number = f"[{finished_before + len(seen)}/{total}]"
+                console.print(Text(f"{number} {state.run_id} {state.state}{reason}"))
 
     yield lines
 
@@ -79,9 +80,7 @@ def show_unfinished(console: Console, states: Sequence[RunState]) -> None:
             reasons.setdefault((state.state, why), []).append(state.run_id)
     for (ended, why), runs in reasons.items():
         more = f" and {len(runs) - 3} more" if len(runs) > 3 else ""
-        console.print(
-            f"{ended}: {', '.join(runs[:3])}{more}: {why}", style="yellow", markup=False, highlight=False
-        )
+        console.print(Text(f"{ended}: {', '.join(runs[:3])}{more}: {why}", style="yellow"))
 
 
 def percent(value: float | None) -> str:
@@ -104,14 +103,9 @@ def verdict_table(judgement: Judgement) -> Table:
     loss = {"train": "training loss", "final": "last held-out loss"}.get(criteria.endpoint, "held-out loss")
     title = f"FP8 against BF16: {loss}, margin ±{100 * criteria.margin:.2f} %"
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for heading in (
-        "recipe",
-        "outcome",
-        "gap",
-        f"{100 * criteria.confidence:.0f} % interval",
-        "seeds",
-        "nulls",
-    ):
+    levels = _levels(judgement)
+    interval = "interval" if " and " in levels else f"{levels} interval".strip()
+    for heading in ("recipe", "outcome", "gap", interval, "seeds", "nulls"):
         left = heading in ("recipe", "outcome")
         table.add_column(
             heading, justify="left" if left else "right", no_wrap=heading != "recipe", overflow="fold"
@@ -119,20 +113,29 @@ def verdict_table(judgement: Judgement) -> Table:
     for verdict in judgement.verdicts:
         outcome = Text(verdict.outcome.value, style=_GATE_STYLE[verdict.gate.value])
         table.add_row(
-            verdict.recipe,
+            Text(verdict.recipe),
             outcome.append("*" if verdict.provisional else ""),
             percent(verdict.gap),
             interval_text(verdict.interval),
             str(verdict.n_seeds),
             str(verdict.n_null_pairs),
         )
-    if any(verdict.provisional for verdict in judgement.verdicts):
-        table.caption = "* provisional"
+    notes = ["* provisional"] if any(verdict.provisional for verdict in judgement.verdicts) else []
+    if interval == "interval" and levels:
+        notes.append(f"intervals of {levels}: each recipe's is below")
+    table.caption = "\n".join(notes) or None
     return table
 
 
+def _levels(judgement: Judgement) -> str:
+    """Return the levels of the intervals in the table, empty without an interval."""
+    from fp8parity_analysis.wording import levels  # scipy takes its time to import
+
+    return levels(item.alpha for item in judgement.verdicts if item.interval != (None, None))
+
+
 def _print_words(console: Console, verdict: Verdict) -> None:
-    console.print(f"\n[bold]{escape(verdict.recipe)}[/bold]")
+    console.print(Text(f"\n{verdict.recipe}", style="bold"))
     lines = [
         *(("", reason) for reason in verdict.reasons),
         *(("yellow", f"warning: {w}") for w in verdict.warnings),
@@ -143,6 +146,21 @@ def _print_words(console: Console, verdict: Verdict) -> None:
         console.print(grid, highlight=False)
 
 
+def _contrast_words(contrast: Contrast, criteria: Criteria) -> str:
+    from fp8parity_analysis.estimate import look_of
+    from fp8parity_analysis.wording import level
+
+    look = look_of(contrast.n_seeds, criteria)
+    seeds = f"{contrast.n_seeds} seed{'' if contrast.n_seeds == 1 else 's'}"
+    if look.waiting_for is not None:
+        interval = f"no interval before the look at {look.waiting_for} seeds"
+    elif contrast.interval == (None, None):
+        interval = "no interval"
+    else:
+        interval = f"{level(look.alpha)} interval {interval_text(contrast.interval)}"
+    return f"{contrast.a} against {contrast.b}: {percent(contrast.gap)}, {interval}, {seeds}"
+
+
 def show_judgement(console: Console, judgement: Judgement) -> None:
     """Print the table, then each verdict in words, then the contrasts."""
     if judgement.post_hoc:
@@ -151,25 +169,19 @@ def show_judgement(console: Console, judgement: Judgement) -> None:
     for verdict in judgement.verdicts:
         _print_words(console, verdict)
     for contrast in judgement.contrasts:
-        console.print(
-            f"\n{contrast.a} against {contrast.b}: {percent(contrast.gap)} {interval_text(contrast.interval)}, "
-            f"{contrast.n_seeds} seeds",
-            markup=False,
-            highlight=False,
-        )
+        console.print(Text(f"\n{_contrast_words(contrast, judgement.criteria)}"))
 
 
 def plan_table(document: dict[str, Any]) -> Table:
     """Return the plan's runs grouped by cell and arm."""
-    table = Table(
-        title=f"{document['study']}: {document['runs']} runs, {document['pairs']} pairs", title_justify="left"
-    )
+    title = f"{document['study']}: {document['runs']} runs, {document['pairs']} pairs"
+    table = Table(title=Text(title, style="table.title"), title_justify="left")
     for heading in ("cell", "arm", "seeds", "steps", "tokens per run", "GEMMs' FLOPs in FP8"):
         table.add_column(heading, justify="left" if heading in ("cell", "arm") else "right")
     for arm in document["arms"]:
         table.add_row(
-            arm["group"],
-            arm["arm"],
+            Text(arm["group"]),
+            Text(arm["arm"]),
             str(arm["runs"]),
             str(arm["steps"]),
             f"{arm['tokens_per_run']:,}",

@@ -55,7 +55,7 @@ def _running(runs: list[dict[str, Any]]) -> Table:
         rate = "" if run["tokens_per_s"] is None else f"{run['tokens_per_s']:,.0f}"
         table.add_row(
             Text(run["run_id"]),
-            run["stage"],
+            Text(run["stage"]),
             f"{run['step']}/{run['steps']}",
             _loss(run["train_loss"]),
             _loss(run["held_out_loss"]),

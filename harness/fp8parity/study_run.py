@@ -66,7 +66,7 @@ def run_study(
     failures are a warning. Raises the errors of `matrix.read`, `study.lay_out`,
     `selftest_gate.require_sound_arithmetic` and `launch.launch`.
     """
-    console = Console()
+    console = Console(emoji=False)  # a name such as a:on:b is a name
     _check_mlflow(out, mlflow_uri)
     plan = matrix.read(recipe)
     with study.lock(out):

@@ -40,7 +40,7 @@ def test_the_floor_recovers_the_noise_it_was_made_of():
     control = seeds + 0.001 * rng.standard_normal((n, r))
     test = seeds[:, 0] + 0.001 * rng.standard_normal(n) + 0.002 * rng.standard_normal(n)
     items = [replicas(seed, *row) for seed, row in enumerate(control)]
-    floor = noise.noise_floor(test - control.mean(axis=1), items, [], 1 + 1 / r, 0.05)
+    floor = noise.noise_floor(test - control.mean(axis=1), items, [], 1 + 1 / r, 0.05, critical=None)
     expected = {
         floor.control_run: 0.001,
         floor.pair: (0.001**2 * (1 + 1 / r) + 0.002**2) ** 0.5,
@@ -57,6 +57,6 @@ def test_matched_nulls_match_and_silent_ones_do_not():
     rng = np.random.default_rng(1)
     items = [replicas(seed, *(0.001 * rng.standard_normal(2))) for seed in range(20)]
     gaps = 0.001 * 2**0.5 * rng.standard_normal(8)
-    assert not noise.noise_floor(gaps, items, [], 2.0, 0.05).too_quiet
+    assert not noise.noise_floor(gaps, items, [], 2.0, 0.05, critical=None).too_quiet
     silent = [replicas(seed, 1.0, 1.0) for seed in range(20)]
-    assert noise.noise_floor(gaps, silent, [], 2.0, 0.05).too_quiet
+    assert noise.noise_floor(gaps, silent, [], 2.0, 0.05, critical=None).too_quiet

@@ -3,7 +3,7 @@ import sys
 
 import numpy as np
 import pytest
-from scipy.stats import chi2, t
+from scipy.stats import chi2, nct, t
 from statsmodels.stats.power import TTestPower
 
 from fp8parity_analysis import planning
@@ -48,6 +48,25 @@ def test_power_of_tost_is_its_simulation():
     share = np.mean((mean - half > -0.0025) & (mean + half < 0.0025))
     exact = planning.power_equivalent(0.0025, 5, 0.0016)
     assert abs(share - exact) < 4 * np.sqrt(exact * (1 - exact) / 40_000)
+
+
+@pytest.mark.parametrize(("n", "alpha"), [(3, 0.0014), (3, 0.00001), (2, 0.001), (8, 0.05 / 3)])
+def test_power_at_a_small_size_is_the_noncentral_t(n, alpha):
+    """Beyond a noncentrality of 30 too, where an early look of a split size has its power."""
+    gap = planning.detectable_gap(n, 1.0, alpha=alpha)
+    for shift in (0.7 * gap, gap, 1.4 * gap):
+        oracle = nct.sf(t.ppf(1 - alpha, n - 1), n - 1, shift * np.sqrt(n))
+        assert planning.power_worse(shift, n, 1.0, alpha=alpha) == pytest.approx(oracle, abs=1e-8)
+    assert planning.power_worse(gap, n, 1.0, alpha=alpha) == pytest.approx(0.8, abs=1e-6)
+
+
+def test_a_critical_value_stands_for_the_quantile():
+    limit = t.ppf(0.95, 4)
+    assert planning.detectable_gap(5, 0.0016, critical=limit) == pytest.approx(
+        planning.detectable_gap(5, 0.0016), rel=1e-8
+    )
+    assert planning.detectable_gap(5, 0.0016, critical=2 * limit) > planning.detectable_gap(5, 0.0016)
+    assert planning.detectable_gap(5, 0.0016, critical=np.inf) is None
 
 
 def test_detectable_gap_has_the_power_it_promises():

@@ -444,6 +444,68 @@ def test_of_very_many_contrasts_the_clearest_are_shown() -> None:
 
 
 @pytest.mark.parametrize(
+    ("settings", "seeds", "rule", "note", "reading"),
+    [
+        ({}, 4, "Intervals: 90 %, over seeds.", "Intervals 90 %; p two-sided, uncorrected", "A is worse"),
+        (
+            {"looks": (3, 5, 8)},
+            5,
+            "Intervals: 96.67 % at each look, over 3, 5 and 8 seeds.",
+            "Intervals 96.67 %; p two-sided, adjusted for the declared looks, uncorrected",
+            "A is worse",
+        ),
+        (
+            {"looks": (3, 8), "spending": "obrien_fleming", "correction": "holm"},
+            8,
+            "Intervals: 99.73 % at 3 seeds and 90.27 % at 8 seeds.",
+            "Intervals 90.27 %; p two-sided, adjusted for the declared looks, Holm-adjusted.",
+            "A is worse",
+        ),
+        (
+            {"looks": (5, 8)},
+            4,
+            "Intervals: 95 % at each look, over 5 and 8 seeds.",
+            "No intervals yet; p two-sided, adjusted",
+            "waits for the look at 5 seeds",
+        ),
+        (
+            {"anytime": True},
+            4,
+            "Intervals: 90 %, over seeds, at any number of them.",
+            "Intervals 90 %; p two-sided, valid at any number of seeds, uncorrected",
+            "A is worse",
+        ),
+    ],
+)
+def test_the_level_that_was_used_is_the_level_that_is_stated(
+    settings: dict, seeds: int, rule: str, note: str, reading: str
+) -> None:
+    criteria = Criteria(**settings)
+    assert wording.rule(criteria).endswith(rule)
+    waits = reading.startswith("waits")
+    found = Contrast("a", "b", 0.001, (None, None) if waits else (0.0005, 0.002), None, seeds)
+    table = report.report_tables.contrasts_table(
+        replace(hand_judgement(), criteria=criteria, contrasts=(found,))
+    )
+    assert table is not None
+    assert table.notes[-1].startswith(note)
+    assert table.rows[0][-1] == reading
+
+
+@pytest.mark.parametrize(
+    ("alphas", "said"),
+    [
+        ([], ""),
+        ([0.05, 0.05], "90 %"),
+        ([0.05 / 3, 0.05], "90 % and 96.67 %"),
+        ([1e-12, 0.025, 0.05], "90 %, 95 % and above 99.99 %"),
+    ],
+)
+def test_levels(alphas: list[float], said: str) -> None:
+    assert wording.levels(alphas) == said
+
+
+@pytest.mark.parametrize(
     ("value", "bounds", "expected"),
     [
         (0.0012, (-0.0005, 0.0029), "+0.12 % [−0.05, +0.29]"),

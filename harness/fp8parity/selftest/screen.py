@@ -43,7 +43,12 @@ def _cell(row: Row | None) -> str:
 def gemm_table(report: SelftestReport) -> Table:
     """Return one row per GEMM: agreement and SQNR where they come nearest to their bounds, in dB."""
     title = f"FP8 arithmetic of {report.environment.get('device', report.device)}"
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table = Table(
+        title=Text(title, style="table.title"),
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+    )
     for heading in ("recipe, backend", "GEMM", "reference", "float64", "cases", ""):
         table.add_column(heading, justify="right" if heading in ("reference", "float64", "cases") else "left")
     for subject in report.subjects:
@@ -57,7 +62,7 @@ def gemm_table(report: SelftestReport) -> Table:
             outcome = Text(", ".join(names), style="red") if names else Text("right", style="green")
             agreement = _worst(row for row in rows if row.check in _AGREEMENT)
             sqnr = _worst(row for row in rows if row.check == "float64")
-            table.add_row(name, gemm, _cell(agreement), _cell(sqnr), str(len(rows)), outcome)
+            table.add_row(Text(name), gemm, _cell(agreement), _cell(sqnr), str(len(rows)), outcome)
         table.add_section()
     table.caption = "dB, with the least a sound kernel has; the case nearest to its bound"
     table.caption_justify = "left"
@@ -86,7 +91,7 @@ def show_selftest(console: Console, report: SelftestReport) -> None:
         words = f"not run: {subject.reason}" if subject.status == "not_run" else statement(subject)
         if subject.reason and subject.status != "not_run":
             words += f"; not compiled: {subject.reason}"
-        console.print(f"{subject.label}: {words}", markup=False, highlight=False)
+        console.print(Text(f"{subject.label}: {words}"))
     faults = [(subject.label, fault) for subject in report.subjects for fault in subject.faults]
     for label, fault in faults:
         console.print(Text(f"FAULT {label}: {fault.text}", style="red"))
