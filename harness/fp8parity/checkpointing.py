@@ -6,7 +6,8 @@ import os
 import signal
 import time
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
@@ -142,20 +143,57 @@ def _is_intact(path: Path) -> bool:
 
 
 class StopOnSignal(AfterStep):
-    """SIGTERM and Ctrl-C end the run at the next optimizer step, with a checkpoint: run again to resume."""
+    """SIGTERM and Ctrl-C end the run at the next optimizer step, with a checkpoint: run again to resume.
+
+    Before the first step there is nothing to save: what goes on then, proof or compilation, is left at once. Stands
+    last among the callbacks, and `SignalsBeforeTraining` first.
+    """
 
     def __init__(self, checkpointer: Checkpointer) -> None:
         self.checkpointer = checkpointer
         self.received: int | None = None
+        self._stepping = False
 
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    def take_signals(self) -> None:
         """Take the signals from Lightning, which gives back the originals when it ends."""
-        super().on_train_start(trainer, pl_module)
         signal.signal(signal.SIGTERM, self._note)
         signal.signal(signal.SIGINT, self._note)
 
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """From here on a signal waits for the end of a step."""
+        super().on_train_start(trainer, pl_module)
+        self._stepping = True
+        if self.received is not None:
+            raise KeyboardInterrupt
+
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.received = number
+        if not self._stepping:
+            raise KeyboardInterrupt  # no handler of ordinary errors on the way takes it for one
+
+    @contextmanager
+    def as_interruption(self) -> Iterator[None]:
+        """Turn the exit that Lightning makes of a signal before the first step into an `InterruptedRunError`.
+
+        Between its own handlers and ours a SIGTERM ends as an exit, too, which no other part asks for.
+        """
+        try:
+            yield
+        except (SystemExit, KeyboardInterrupt) as error:
+            raise InterruptedRunError(
+                f"{self._name} received before the next step: nothing was lost; run the same command again"
+            ) from error
+
+    def between_phases(self) -> None:
+        """Leave where a signal came too late for the last step of a phase; its checkpoint is written."""
+        if self.received is not None:
+            raise InterruptedRunError(
+                f"{self._name} received between two phases; run the same command again to resume"
+            )
+
+    @property
+    def _name(self) -> str:
+        return signal.Signals(self.received or signal.SIGTERM).name
 
     def after_step(self, trainer: L.Trainer, module: LMModule, step: int) -> None:
         """Save and leave, between optimizer steps only."""
@@ -163,7 +201,17 @@ class StopOnSignal(AfterStep):
         if self.received is None or ends:
             return
         self.checkpointer.save(trainer)
-        name = signal.Signals(self.received).name
         raise InterruptedRunError(
-            f"{name} received: saved at step {step}; run the same command again to resume"
+            f"{self._name} received: saved at step {step}; run the same command again to resume"
         )
+
+
+class SignalsBeforeTraining(L.Callback):
+    """Lets `stop` take the signals before anything else of a session begins."""
+
+    def __init__(self, stop: StopOnSignal) -> None:
+        self.stop = stop
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Take the signals from Lightning, whose handlers are younger than any earlier hook."""
+        self.stop.take_signals()

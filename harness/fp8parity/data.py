@@ -10,9 +10,10 @@ import hashlib
 import json
 import os
 import sysconfig
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -31,14 +32,20 @@ def file_sha256(path: Path) -> str:
         return hashlib.file_digest(handle, "sha256").hexdigest()
 
 
-def open_tokens(path: Path, expected_sha256: str | None = None) -> tuple[Tokens, TokenMeta]:
-    """Map a token file into memory and check its digest; `UsageError` when it is not the file that was packed."""
+def open_tokens(
+    path: Path, expected: Mapping[str, str | None] = MappingProxyType({})
+) -> tuple[Tokens, TokenMeta]:
+    """Map a token file into memory and check its digest; `UsageError` when it is not the file that was packed.
+
+    `expected` are further digests that it must have, by where they stand; None for none.
+    """
     meta = read_meta(path)
     actual = file_sha256(path)
-    for expected, origin in ((meta.sha256, str(side_file(path))), (expected_sha256, "data.sha256")):
-        if expected is not None and expected != actual:
+    for origin, digest in {str(side_file(path)): meta.sha256, **expected}.items():
+        if digest is not None and digest != actual:
             raise UsageError(
-                f"{path}: sha256 is {actual[:16]}..., but {origin} says {expected[:16]}...; pack it again"
+                f"{path}: sha256 is {actual[:16]}..., but {origin} says {digest[:16]}...; put that file back, pack it "
+                "again, or train it as a new study"
             )
     if meta.n_tokens == 0:
         raise UsageError(f"{path}: holds no token; give more text to `fp8parity data pack`")

@@ -15,7 +15,7 @@ from typing import IO, Any
 
 from fp8parity import faults, progress
 from fp8parity.memory import PROCESS_BYTES
-from fp8parity.own_sources import NOT_FROM_HERE
+from fp8parity.own_sources import FOR_USERS_CODE
 from fp8parity.process import STACKS_SIGNAL
 from fp8parity.standby import GO, STANDBY, Depth
 from fp8parity_analysis import schema
@@ -133,7 +133,7 @@ class Job:
             stdout=self._log,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
-            env={**environment, **NOT_FROM_HERE},
+            env={**environment, **FOR_USERS_CODE},
             pass_fds=descriptors,
             start_new_session=True,
         )

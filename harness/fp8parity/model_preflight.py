@@ -19,7 +19,7 @@ from typing import Any
 
 from fp8parity import environment, hf_dataset
 from fp8parity.errors import UsageError
-from fp8parity.own_sources import NOT_FROM_HERE, sources_of, transformers_version
+from fp8parity.own_sources import FOR_USERS_CODE, sources_of, transformers_version
 from fp8parity.own_spec import HfModelSpec, ImportDataSpec, ImportModelSpec, written_by_users
 from fp8parity.quiet import QUIET_ENVIRONMENT
 from fp8parity.spec import DataSpec, ModelSpec, OwnDataSpec, OwnModelSpec, RunSpec
@@ -161,7 +161,7 @@ def _ask(request: dict[str, Any]) -> dict[str, Any]:
     # shapes need no GPU, and one thread is enough; the user's code may print what it likes
     environment_of = {
         **os.environ,
-        **NOT_FROM_HERE,
+        **FOR_USERS_CODE,
         "CUDA_VISIBLE_DEVICES": "",
         "OMP_NUM_THREADS": "1",
         **QUIET_ENVIRONMENT,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from fp8parity import layer_policy, own_model, precision
 from fp8parity.data import BatchPlan, batch_digest
+from fp8parity.errors import UsageError
 from fp8parity.fork_state import StartState, load_moments, load_weights
 from fp8parity.layer_policy import LayerPlan
 from fp8parity.model import DecoderLM, initialise, next_token_loss, parameters_digest
@@ -175,6 +177,21 @@ class LMModule(L.LightningModule):
             self.start = None  # the copy on the host has served
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: run_lr_factor(step, spec))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Refuse a checkpoint whose parameters come in another order: the optimizer knows them by their place only.
+
+        Raises:
+            UsageError: the model's code registers its parameters in an order that changes from process to process.
+        """
+        for at, (saved, built) in enumerate(
+            zip_longest(checkpoint["state_dict"], self.state_dict(), fillvalue="none")
+        ):
+            if saved != built:
+                raise UsageError(
+                    f"model: parameter {at} is {built} and was {saved} when the checkpoint was written; register "
+                    "layers in a fixed order (not from a set), then delete the run's checkpoints folder"
+                )
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Write into the checkpoint which run it belongs to."""

@@ -23,7 +23,7 @@ import numpy as np
 from fp8parity import hf_dataset
 from fp8parity.data import Tokens, write_tokens
 from fp8parity.errors import EXIT_USAGE, UsageError
-from fp8parity.own_sources import NOT_FROM_HERE, import_target
+from fp8parity.own_sources import FOR_USERS_CODE, import_target
 from fp8parity.own_spec import HfDataSpec, ImportDataSpec
 from fp8parity.spec import OwnDataSpec
 from fp8parity.token_meta import TokenMeta, read_meta, side_file
@@ -166,7 +166,7 @@ def _pack_elsewhere(spec: ImportDataSpec, recipe_dir: Path, path: Path) -> None:
             input=json.dumps(request),
             stdout=said,
             stderr=subprocess.STDOUT,
-            env={**os.environ, **NOT_FROM_HERE},
+            env={**os.environ, **FOR_USERS_CODE},
             text=True,
             check=False,
         )

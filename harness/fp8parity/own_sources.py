@@ -28,9 +28,11 @@ IN_FINGERPRINT = ("torch", "torchao", "lightning", "triton")
 """Packages whose versions the environment's fingerprint holds already."""
 
 
-NOT_FROM_HERE = {"PYTHONSAFEPATH": "1"}
+FOR_USERS_CODE = {"PYTHONSAFEPATH": "1", "PYTHONHASHSEED": "0"}
 """Environment of every process that may import the user's code: `python -m` would also look in the current folder,
-which the command `fp8parity` does not, so what one finds the other might not."""
+which the command `fp8parity` does not, so what one finds the other might not. And a set of names, from which a model
+may register its layers, has one order everywhere: else arms begin with other weights, and a resumed optimizer, which
+knows parameters by their place, gives the moments of one to another."""
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import lightning as L
 import numpy as np
 import torch
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from pydantic import ValidationError
 
 from fp8parity import environment
@@ -31,7 +32,14 @@ from fp8parity.callbacks import (
     ProofBeforeTraining,
     StandbyBeforeTraining,
 )
-from fp8parity.checkpointing import Checkpointer, StopOnSignal, check_owner, checkpoints, newest_intact
+from fp8parity.checkpointing import (
+    Checkpointer,
+    SignalsBeforeTraining,
+    StopOnSignal,
+    check_owner,
+    checkpoints,
+    newest_intact,
+)
 from fp8parity.data import BatchPlan, Tokens, held_out_rows, open_tokens, training_tokens
 from fp8parity.errors import EXIT_DIVERGED, InterruptedRunError, UsageError
 from fp8parity.fork import require_same_data
@@ -42,7 +50,7 @@ from fp8parity.own_spec import origin_of, untagged, with_own_part
 from fp8parity.phases import Phase, PhaseLog, phase_after
 from fp8parity.probe_recorder import ProbeRecorder
 from fp8parity.probe_spec import ProbePlan
-from fp8parity.process import age_seconds, end_with_parent, importing, sole_trainer
+from fp8parity.process import age_seconds, end_with_parent, sole_trainer
 from fp8parity.progress import Heartbeat
 from fp8parity.quiet import be_quiet
 from fp8parity.recorder import CurveRecorder
@@ -68,7 +76,7 @@ class RunOrder:
     """A run directory's order: what to train, from which state, on which tokens, how often to save and to probe.
 
     `recipe_dir` is where the files of a model of the user's are; `checkpoint_share` the most of the time that saving
-    may take, None if it may take any.
+    may take, None if it may take any; `data_sha256` what the token file was when the run was laid out, None if unknown.
     """
 
     run_dir: Path
@@ -81,6 +89,7 @@ class RunOrder:
     parent_checkpoint: Path | None = None
     recipe_dir: Path = Path()
     checkpoint_share: float | None = None
+    data_sha256: str | None = None
 
     @property
     def study_dir(self) -> Path | None:
@@ -116,6 +125,7 @@ def read_order(run_dir: Path) -> RunOrder:
         None if parent is None else run_dir / parent,
         (run_dir / own["recipe_dir"]).resolve() if own else Path(),
         None if share is None else float(share),
+        document.get("data_sha256"),
     )
 
 
@@ -129,6 +139,12 @@ def _validated(run_dir: Path, model: type[Part], key: str, values: Any) -> Part:
         raise UsageError(f"{run_dir / schema.SPEC_FILE}: {where}: {first['msg']}") from error
 
 
+def import_compiler_for(run_dir: Path) -> None:
+    """Import the compiler now if the run in `run_dir` compiles; `UsageError` as `read_order`."""
+    if read_order(run_dir).spec.train.compile == "blocks":
+        import_compiler()
+
+
 def resolve_device(spec: RunSpec) -> str:
     """Return cpu or cuda; `UsageError` when cuda is asked for and absent."""
     available = torch.cuda.is_available()
@@ -140,10 +156,7 @@ def resolve_device(spec: RunSpec) -> str:
 
 
 def _prepare_process(spec: RunSpec) -> None:
-    """Import what compiles, then fix what must be fixed before the first operation: threads, global generators."""
-    if spec.train.compile == "blocks":
-        with importing():
-            import_compiler()
+    """Fix what must be fixed before the first operation: threads and every global generator."""
     torch.set_num_threads(spec.train.threads)
     random.seed(spec.seed)
     np.random.seed(spec.seed)  # noqa: NPY002 -- a library that draws from the global generator draws the same
@@ -192,6 +205,7 @@ class _Session:
     phase: Phase
     phases: PhaseLog | None
     keeper: CheckpointKeeper | None
+    stop: StopOnSignal
 
 
 def _batch_plan(spec: RunSpec, tokens: Tokens, meta: TokenMeta) -> BatchPlan:
@@ -217,7 +231,9 @@ def _session(order: RunOrder, heartbeat: Heartbeat, gate: Gate) -> _Session:
         raise UsageError("\n".join(problems))
     if order.study_dir is not None:
         environment.claim(order.study_dir, found)
-    tokens, meta = open_tokens(order.data_path, spec.data.sha256)
+    tokens, meta = open_tokens(
+        order.data_path, {"data.sha256": spec.data.sha256, schema.SPEC_FILE: order.data_sha256}
+    )
     require_same_data(spec, meta.sha256)
     try:
         vocab_rows = spec.model.resolve_vocab(meta.vocab_size)
@@ -236,6 +252,13 @@ def _session(order: RunOrder, heartbeat: Heartbeat, gate: Gate) -> _Session:
     recorder = CurveRecorder(writer, phase.spec, columns)
     proof = ProofBeforeTraining(phase.spec, plan)
     keep = order.keep_checkpoints
+    checkpointer = Checkpointer(
+        recorder,
+        order.run_dir / schema.CHECKPOINT_DIR,
+        order.checkpoint_every,
+        phase.last_step,
+        order.checkpoint_share,
+    )
     return _Session(
         order,
         device,
@@ -252,13 +275,7 @@ def _session(order: RunOrder, heartbeat: Heartbeat, gate: Gate) -> _Session:
         meta,
         recorder,
         NonFiniteGuard(recorder),
-        Checkpointer(
-            recorder,
-            order.run_dir / schema.CHECKPOINT_DIR,
-            order.checkpoint_every,
-            phase.last_step,
-            order.checkpoint_share,
-        ),
+        checkpointer,
         HeldOutEvaluator(recorder, held_out),
         proof,
         ProbeRecorder(recorder, plan, order.probe) if order.probe.due_steps(spec.train.steps) else None,
@@ -268,6 +285,7 @@ def _session(order: RunOrder, heartbeat: Heartbeat, gate: Gate) -> _Session:
         phase,
         PhaseLog(phase, proof) if switches else None,
         CheckpointKeeper(recorder, order.run_dir, spec, meta.sha256, keep) if keep else None,
+        StopOnSignal(checkpointer),
     )
 
 
@@ -285,6 +303,7 @@ def _start_state(order: RunOrder) -> StartState | None:
 def _trainer(session: _Session) -> L.Trainer:
     spec = session.order.spec
     callbacks: list[L.Callback] = [
+        SignalsBeforeTraining(session.stop),
         LifeSigns(session.heartbeat),
         session.proof,
         EvaluatorBeforeTraining(session.evaluator, session.heartbeat),
@@ -294,7 +313,7 @@ def _trainer(session: _Session) -> L.Trainer:
         session.guard,
         *(part for part in (session.phases, session.probe, session.keeper) if part),
         session.checkpointer,
-        StopOnSignal(session.checkpointer),
+        session.stop,
     ]
     interactive = sys.stderr.isatty()
     if interactive:
@@ -317,6 +336,8 @@ def _trainer(session: _Session) -> L.Trainer:
         limit_val_batches=0,
         num_sanity_val_steps=0,
         use_distributed_sampler=False,
+        # found under SLURM, its own would answer SIGUSR1, which asks for stacks, by requeueing the launcher's job
+        plugins=[LightningEnvironment()],
         default_root_dir=session.order.run_dir,
     )
 
@@ -421,10 +442,15 @@ def _train_phase(order: RunOrder, gate: Gate, attempt: _Attempt) -> bool:
     try:
         if session.resume_from:
             print(f"resuming from {session.resume_from.name}", flush=True)
-        _trainer(session).fit(session.module, session.data, ckpt_path=session.resume_from, weights_only=False)
+        with session.stop.as_interruption():
+            _trainer(session).fit(
+                session.module, session.data, ckpt_path=session.resume_from, weights_only=False
+            )
         session.recorder.flush()
         attempt.evaluating += session.evaluator.seconds
         ended = session.guard.diverged or session.recorder.step >= order.spec.train.steps
+        if not ended:
+            session.stop.between_phases()
         if ended:
             heartbeat.enter("finish")
             session.recorder.writer.finish(_manifest(session, attempt))

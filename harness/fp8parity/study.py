@@ -121,6 +121,30 @@ def _check_corpus(run: PlannedRun, path: Path) -> None:
         )
 
 
+def _check_same_tokens(matrix: Matrix, out: Path, files: Mapping[str, Path]) -> None:
+    """Fail before the first process starts when a run of the study was trained, or half trained, on other tokens."""
+    for run in matrix.runs:
+        run_dir, digest = out / schema.RUNS_DIR / run.run_id, read_meta(files[run.run_id]).sha256
+        trained = _trained_on(run_dir)
+        if trained not in (None, digest):
+            raise UsageError(
+                f"{files[run.run_id]}: its sha256 is {digest[:16]}..., but {run.run_id} of this study was trained on "
+                f"{str(trained)[:16]}...; put that file back, or use another --out directory"
+            )
+
+
+def _trained_on(run_dir: Path) -> str | None:
+    """Return the digest of the tokens that a run has begun with; None when it has not begun, or this was not kept."""
+    manifest, stream = run_dir / schema.MANIFEST_FILE, run_dir / schema.CURVE_STREAM
+    if manifest.exists():
+        told = read_json(manifest).get("data_sha256")
+    elif stream.exists() and stream.stat().st_size > 0:
+        told = read_json(run_dir / schema.SPEC_FILE).get("data_sha256")
+    else:
+        return None
+    return None if told is None else str(told)
+
+
 def _is_left_by_us(entry: Path) -> bool:
     """Whether `entry` is what a first run leaves that ended while it packed its data: it may be run again."""
     if entry.name == schema.DATA_DIR and entry.is_dir():
@@ -201,6 +225,7 @@ def lay_out(matrix: Matrix, out: Path) -> list[Path]:
     files = {run.run_id: _token_file(out, run, recipe_dir) for run in matrix.runs}
     for run in matrix.runs:
         _check_corpus(run, files[run.run_id])
+    _check_same_tokens(matrix, out, files)
     criteria = criteria_of(matrix)
     recipe = matrix.recipe_path.read_bytes()
     write_json(
@@ -238,6 +263,7 @@ def _lay_out_run(run: PlannedRun, out: Path, matrix: Matrix, token_file: Path) -
     every = matrix.runtime.checkpoint_every or max(1, run.spec.train.steps // 10)
     recipe_dir = os.path.relpath(matrix.recipe_path.parent.resolve(), run_dir.resolve())
     document = run.to_json(matrix.name, data_path, every, recipe_dir)
+    document["data_sha256"] = read_meta(token_file).sha256
     if matrix.runtime.checkpoint_every is None:
         document["checkpoint_share"] = CHECKPOINT_SHARE
     if run.role == schema.Role.CONTROL and matrix.runtime.keep_checkpoints:

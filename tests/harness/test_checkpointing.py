@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fp8parity import runner
+from fp8parity.callbacks import ProofBeforeTraining
 from fp8parity.checkpointing import Checkpointer, affordable, checkpoints, newest_intact
+from fp8parity.data import open_tokens, write_tokens
 from fp8parity.errors import InterruptedRunError, UsageError
 from fp8parity.module import LMModule
 from fp8parity_analysis import schema
@@ -123,3 +126,126 @@ def test_the_default_cadence_saves_less_often_where_saving_is_slow(
     saved.clear()
     runner.train(lay_out({**steps, "runtime": {"checkpoint_every": 5}}, "named")["bf16-0"])
     assert saved == [5, 10]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_before_the_first_step_interrupts_at_once(
+    lay_out: LayOut, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    whole, stopped = lay_out(CHANGES, "whole")["rowwise-0"], lay_out(CHANGES, "stopped")["rowwise-0"]
+    runner.train(whole)
+    handlers = [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)]
+
+    def struck(*_: Any) -> None:
+        try:
+            os.kill(os.getpid(), number)
+        except Exception:  # what a compiler does with errors on its way
+            return
+        raise AssertionError("the proof went on")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ProofBeforeTraining, "on_train_start", struck)
+        with pytest.raises(InterruptedRunError, match=f"{number.name} received before the next step"):
+            runner.train(stopped)
+    assert not checkpoints(stopped / schema.CHECKPOINT_DIR)
+    # Lightning leaves SIGINT ignored after one; the process of a run ends here
+    signal.signal(signal.SIGTERM, handlers[0])
+    signal.signal(signal.SIGINT, handlers[1])
+    assert runner.train(stopped) == 0
+    assert_same_numbers(whole, stopped)
+
+
+def test_a_signal_after_the_last_step_of_a_phase_interrupts_between_them(
+    lay_out: LayOut, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changes = {**CHANGES, "base": {"train": {"steps": 12}, "precision": {"switch_at": 6}}}
+    whole, stopped = (
+        next(path for name, path in lay_out(changes, out).items() if name.startswith("rowwise"))
+        for out in ("whole", "stopped")
+    )
+    runner.train(whole)
+
+    def late(self: Any, trainer: Any, pl_module: Any) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Checkpointer, "on_train_end", late)
+        with pytest.raises(InterruptedRunError, match="SIGTERM received between two phases"):
+            runner.train(stopped)
+    assert runner.train(stopped) == 0
+    assert_same_numbers(whole, stopped)
+
+
+def test_a_request_for_stacks_requeues_no_slurm_job(lay_out: LayOut, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lightning, told of SLURM, would answer SIGUSR1 with a checkpoint of its own and `scontrol requeue`."""
+    for name, value in {"NTASKS": "1", "JOB_ID": "4711", "JOB_NAME": "nightly"}.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    run_dir = lay_out(CHANGES)["bf16-0"]
+    heard: list[int] = []
+    before = signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+    step_of = LMModule.training_step
+
+    def asks(self: LMModule, batch: Any, batch_idx: int) -> Any:
+        heard.append(signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL)
+        return step_of(self, batch, batch_idx)
+
+    monkeypatch.setattr(LMModule, "training_step", asks)
+    try:
+        assert runner.train(run_dir) == 0
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert all(heard)
+    assert not list(run_dir.glob("hpc_ckpt*"))
+
+
+def with_other_tokens(corpus: Path, folder: Path) -> tuple[Path, Callable[[], None]]:
+    """Return a copy of the corpus and what packs other text of the same length under its name."""
+    path = folder / "text.bin"
+    for suffix in (".bin", ".json"):
+        shutil.copy(corpus.with_suffix(suffix), path.with_suffix(suffix))
+
+    def pack_again() -> None:
+        tokens, meta = open_tokens(path)
+        parts = tokens[: meta.train_tokens][::-1].copy(), tokens[meta.train_tokens :].copy()
+        write_tokens(
+            path, parts[:1], parts[1:], vocab_size=meta.vocab_size, tokenizer=meta.tokenizer,
+            tokenizer_sha256=meta.tokenizer_sha256, source="other", documents=meta.documents,
+        )  # fmt: skip
+
+    return path, pack_again
+
+
+@pytest.mark.parametrize("begun", [True, False])
+def test_a_study_goes_on_with_the_tokens_it_began_with(
+    lay_out: LayOut, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begun: bool
+) -> None:
+    path, pack_again = with_other_tokens(corpus, tmp_path)
+    changes = {**CHANGES, "base": {"train": {"steps": 12}, "data": {"path": str(path)}}}
+    run_dir = lay_out(changes)["rowwise-0"]
+    if begun:
+        interrupt_at(run_dir, 5, monkeypatch)
+    pack_again()
+    with pytest.raises(UsageError, match=r"but spec\.json says .*put that file back"):
+        runner.train(run_dir)
+    if begun:
+        with pytest.raises(
+            UsageError, match="of this study was trained on .*put that file back, or use another --out"
+        ):
+            lay_out(changes)
+    else:
+        assert runner.train(lay_out(changes)["rowwise-0"]) == 0
+
+
+def test_a_checkpoint_with_its_parameters_in_another_order_is_refused(
+    lay_out: LayOut, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = lay_out(CHANGES)["bf16-0"]
+    interrupt_at(run_dir, 8, monkeypatch)
+    state_dict = LMModule.state_dict
+
+    def turned(self: LMModule, *args: Any, **kwargs: Any) -> Any:
+        return dict(reversed(state_dict(self, *args, **kwargs).items()))
+
+    monkeypatch.setattr(LMModule, "state_dict", turned)
+    with pytest.raises(UsageError, match=r"model: parameter 0 is model\..* register layers in a fixed order"):
+        runner.train(run_dir)

@@ -313,3 +313,4 @@ def test_the_runs_of_a_study_share_compile_caches_of_their_own(
         assert seen["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path.resolve() / "compile_cache" / "inductor")
         assert seen["TRITON_CACHE_DIR"] == "/elsewhere"
         assert seen["PYTHONSAFEPATH"] == "1"  # a worker finds no more modules than planning did
+        assert seen["PYTHONHASHSEED"] == "0"  # nor registers a set of layers in another order

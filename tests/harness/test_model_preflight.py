@@ -196,7 +196,7 @@ def test_neither_planning_nor_the_inventory_looks_in_the_current_folder(
     assert "there is no module 'current_bits'" in done.stderr
 
     def run(command: list[str], *, env: dict[str, str], **options: Any) -> None:
-        assert env["PYTHONSAFEPATH"] == "1"
+        assert (env["PYTHONSAFEPATH"], env["PYTHONHASHSEED"]) == ("1", "0")
         raise subprocess.TimeoutExpired(command, 1.0)
 
     monkeypatch.setattr(model_preflight.subprocess, "run", run)

@@ -32,7 +32,7 @@ def test_layout(lay_out: LayOut, tmp_path: Path) -> None:
     assert document["criteria_at_launch"] == study.launch_digest(criteria)
     for path in dirs.values():
         spec = read(path / schema.SPEC_FILE)
-        assert tuple(spec) == (*schema.SPEC_KEYS, "probe", "checkpoint_share")
+        assert tuple(spec) == (*schema.SPEC_KEYS, "probe", "data_sha256", "checkpoint_share")
         assert (path / str(spec["data_path"])).resolve().exists()
 
 
