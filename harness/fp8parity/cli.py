@@ -53,13 +53,14 @@ def plan(recipe: Recipe, as_json: AsJson = False) -> None:
         _print_json(document)
         return
     from rich.console import Console
+    from rich.text import Text
 
     from fp8parity.screen import plan_table
 
     console = Console()
     console.print(plan_table(document))
     for line in document["words"]:
-        console.print(line, markup=False, highlight=False)
+        console.print(Text(line))
 
 
 @app.command()
@@ -283,6 +284,7 @@ def selftest(
 ) -> None:
     """Test whether this machine's FP8 arithmetic is right. Exit 0 right, 12 a fault, named. Trains nothing."""
     from rich.console import Console
+    from rich.text import Text
 
     from fp8parity.quiet import be_quiet
 
@@ -292,7 +294,9 @@ def selftest(
 
     screen = Console(stderr=as_json)
     with screen.status("selftest") as status:
-        report = test_machine(device, recipe or (), quick=quick, compiled=compiled, say=status.update)
+        report = test_machine(
+            device, recipe or (), quick=quick, compiled=compiled, say=lambda words: status.update(Text(words))
+        )
     if as_json:
         _print_json(report.to_json())
     else:
