@@ -223,20 +223,7 @@ def seed_advice(basis: Basis, estimate: Estimate, n: int, criteria: Criteria) ->
         criteria.margin,
         alpha=basis.alpha,
         null_pairs=basis.null_df,
-        critical=_critical_later(basis, n, criteria),
+        critical=sequential.limits_of(criteria, planning.MAX_SEEDS, null_df=basis.null_df)
+        if criteria.looks or criteria.anytime
+        else None,
     )
-
-
-def _critical_later(basis: Basis, n: int, criteria: Criteria) -> dict[int, float] | None:
-    """Return the t to exceed at each later number of seeds with a verdict, None where all have the same size."""
-    if basis.kind == "anytime":
-        later = range(n + 1, planning.MAX_SEEDS + 1)
-        return {total: sequential.anytime_limit(total, basis.alpha) for total in later}
-    if not criteria.looks:
-        return None
-    alphas = sequential.look_alphas(criteria.looks, criteria.alpha, criteria.spending)
-    return {
-        look: float(stdtrit(look - 1 + basis.null_df, 1.0 - alpha))
-        for look, alpha in zip(criteria.looks, alphas, strict=True)
-        if look > n
-    }

@@ -95,12 +95,19 @@ def _nodes(count: int) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]
 
 
 def power_equivalent(
-    margin: float, n: int, sd: float, *, effect: float = 0.0, alpha: float = 0.05, null_pairs: int = 0
+    margin: float,
+    n: int,
+    sd: float,
+    *,
+    effect: float = 0.0,
+    alpha: float = 0.05,
+    null_pairs: int = 0,
+    critical: float | None = None,
 ) -> float:
     """Return the chance that TOST finds equivalence within `margin` when the true gap is `effect`.
 
     Integrates over the distribution of the estimated sd: P(|mean| + q s / sqrt(n) < margin), Gauss-Legendre
-    over its probability.
+    over its probability; q is `critical`, or else Student's quantile at `alpha`.
     """
     from scipy.special import chdtri, ndtr, stdtrit
 
@@ -111,7 +118,8 @@ def power_equivalent(
         return 1.0 if abs(effect) < margin else 0.0
     probability, weights = _nodes(400)
     estimated = sd * np.sqrt(chdtri(df, 1.0 - probability) / df)
-    room = (margin - float(stdtrit(df, 1.0 - alpha)) * estimated / math.sqrt(n)) * math.sqrt(n) / sd
+    limit = float(stdtrit(df, 1.0 - alpha)) if critical is None else critical
+    room = (margin - limit * estimated / math.sqrt(n)) * math.sqrt(n) / sd
     shift = effect * math.sqrt(n) / sd
     inside = np.where(room > 0, ndtr(room - shift) - ndtr(-room - shift), 0.0)
     return float(np.sum(weights * inside))

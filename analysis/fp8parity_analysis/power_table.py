@@ -6,8 +6,13 @@ Made with: python -m fp8parity_analysis.power_table
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from fp8parity_analysis.criteria import Criteria
 
 USUAL_ALPHA = 0.05
 MAX_SEEDS = 30
@@ -15,7 +20,7 @@ MAX_SEEDS = 30
 
 @dataclass(frozen=True)
 class PowerTable:
-    """By number of seeds (2 to 30), each divided by the sd of the pair's gap.
+    """By number of seeds with a verdict (2 to 30 without looks), each divided by the sd of the pair's gap.
 
     `half_width`: expected half-width of the interval. `detectable`: true gap found worse than zero with 80 % power.
     `equivalent`: smallest margin at which a true gap of zero is found EQUIVALENT with 80 % power.
@@ -26,35 +31,49 @@ class PowerTable:
     equivalent: Mapping[int, float]
 
 
-def compute(alpha: float) -> PowerTable:
-    """Compute the table with scipy (about a second)."""
+def compute(limits: Mapping[int, float]) -> PowerTable:
+    """Compute the table with scipy (about a second for 29 numbers of seeds).
+
+    `limits` gives, for each number of seeds with a verdict, the t that a gap must exceed.
+    """
     from fp8parity_analysis import planning
 
-    seeds = range(2, MAX_SEEDS + 1)
     return PowerTable(
-        {n: planning.half_width(n, 1.0, alpha=alpha) for n in seeds},
-        {n: planning.detectable_gap(n, 1.0, alpha=alpha) or 0.0 for n in seeds},
-        {n: _equivalent_ratio(n, alpha) for n in seeds},
+        {n: limit / math.sqrt(n) for n, limit in limits.items()},
+        {n: planning.detectable_gap(n, 1.0, critical=limit) or 0.0 for n, limit in limits.items()},
+        {n: _equivalent_ratio(n, limit) for n, limit in limits.items()},
     )
 
 
-def _equivalent_ratio(n: int, alpha: float) -> float:
+def _equivalent_ratio(n: int, limit: float) -> float:
     """Return margin / sd with 80 % power for EQUIVALENT at a true gap of zero, by bisection to 1e-7."""
     from fp8parity_analysis import planning
 
+    def reached(ratio: float) -> bool:
+        return planning.power_equivalent(ratio, n, 1.0, critical=limit) >= planning.POWER
+
     low, high = 0.0, 64.0
+    while not reached(high):
+        low, high = high, 2.0 * high
     while high - low > 1e-7 * high:
         middle = 0.5 * (low + high)
-        if planning.power_equivalent(middle, n, 1.0, alpha=alpha) < planning.POWER:
+        if not reached(middle):
             low = middle
         else:
             high = middle
     return high
 
 
-def power_table(alpha: float) -> PowerTable:
-    """Return the table for one-sided tests of size `alpha`; ready made for 0.05."""
-    return USUAL if alpha == USUAL_ALPHA else compute(alpha)
+def power_table(criteria: Criteria) -> PowerTable:
+    """Return the table of a study's verdicts: at the declared looks, with `anytime`, or at every number of seeds.
+
+    Ready made for the last at one-sided tests of 5 %.
+    """
+    if criteria.alpha == USUAL_ALPHA and not (criteria.looks or criteria.anytime):
+        return USUAL
+    from fp8parity_analysis.sequential import limits_of
+
+    return compute(limits_of(criteria, MAX_SEEDS))
 
 
 def _ready(values: str) -> dict[int, float]:

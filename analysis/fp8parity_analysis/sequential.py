@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
-from scipy.special import ndtr, ndtri
+from scipy.special import ndtr, ndtri, stdtrit
 
 from fp8parity_analysis.paired import Estimate, paired_t
 
@@ -43,6 +43,25 @@ def look_sizes(criteria: Criteria, n_seeds: int) -> tuple[int, ...]:
     """Return the numbers of seeds below `n_seeds` at which an arm may be looked at."""
     sizes = range(2, n_seeds) if criteria.anytime else criteria.looks
     return tuple(size for size in sizes if size < n_seeds)
+
+
+def limits_of(criteria: Criteria, max_seeds: int, *, null_df: int = 0) -> dict[int, float]:
+    """Return, for each number of seeds with a verdict, the t that the mean gap must exceed.
+
+    Declared looks have Student's quantile at their own size, with `null_df` further degrees of freedom. Without looks
+    every number from 2 to `max_seeds` counts; with `anytime` those at which the e-process can reach 1/alpha.
+    """
+    every = range(2, max_seeds + 1)
+    if criteria.anytime:
+        limits = {n: anytime_limit(n, criteria.alpha) for n in every}
+        return {n: limit for n, limit in limits.items() if math.isfinite(limit)}
+    looks = criteria.looks or tuple(every)
+    alphas = (
+        look_alphas(looks, criteria.alpha, criteria.spending)
+        if criteria.looks
+        else (criteria.alpha,) * len(looks)
+    )
+    return {n: float(stdtrit(n - 1 + null_df, 1.0 - alpha)) for n, alpha in zip(looks, alphas, strict=True)}
 
 
 def log_e_value(t: FloatArray, n: int, prior_variance: float = PRIOR_VARIANCE) -> FloatArray:

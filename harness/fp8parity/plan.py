@@ -16,7 +16,8 @@ from fp8parity.spec import DataSpec, ModelSpec, RunSpec
 from fp8parity.standby import Depth
 from fp8parity.study import criteria_of
 from fp8parity.token_meta import read_meta
-from fp8parity_analysis.power_table import power_table
+from fp8parity_analysis.criteria import Criteria
+from fp8parity_analysis.power_table import MAX_SEEDS, power_table
 from fp8parity_analysis.schema import SCHEMA_VERSION
 
 REFERENCE_RUN_SD = 0.00145
@@ -72,27 +73,44 @@ def _arm(matrix: Matrix, runs: list[PlannedRun]) -> dict[str, Any]:
 
 
 def _detection(matrix: Matrix) -> dict[str, Any]:
-    """Return what the planned number of seeds can find, at a stated or the reference run-to-run sd."""
+    """Return what the planned number of seeds can find, at a stated or the reference run-to-run sd.
+
+    `judged_seeds` are those of the last declared look that they reach, None where they get no verdict with an
+    interval of their own; `first_verdict` is the smallest number that does.
+    """
     criteria = criteria_of(matrix)
     n_seeds = len({run.spec.seed for run in matrix.runs if run.role == "test"}) or 1
     run_sd = criteria.noise_sd or REFERENCE_RUN_SD
-    power = power_table(criteria.alpha)
+    power = power_table(criteria)
     sd = run_sd * math.sqrt(2.0)  # a pair is two runs
-    known = n_seeds in power.half_width
+    used = max((look for look in criteria.looks if look <= n_seeds), default=n_seeds)
+    known = used in power.half_width
     return {
         "seeds": n_seeds,
+        "judged_seeds": used if known else None,
+        "first_verdict": min(power.half_width),
         "run_sd": run_sd,
         "run_sd_source": "criteria.noise_sd" if criteria.noise_sd else "reference",
         "margin": criteria.margin,
-        "expected_half_width": sd * power.half_width[n_seeds] if known else None,
-        "detectable_gap": sd * power.detectable[n_seeds] if known else None,
+        "expected_half_width": sd * power.half_width[used] if known else None,
+        "detectable_gap": sd * power.detectable[used] if known else None,
         "seeds_for_equivalent": next(
             (n for n, ratio in power.equivalent.items() if criteria.margin / sd >= ratio), None
         ),
     }
 
 
-def _detection_words(found: dict[str, Any]) -> list[str]:
+def _nothing_found(found: dict[str, Any], source: str, criteria: Criteria) -> str:
+    seeds, first = found["seeds"], found["first_verdict"]
+    if seeds >= first:
+        return f"What {seeds} seeds find is not tabulated: the table ends at {MAX_SEEDS}."
+    if criteria.looks or criteria.anytime:
+        why = "the first declared look" if criteria.looks else "the first at which anytime has bounds"
+        return f"{seeds} seed{'s' if seeds > 1 else ''} cannot be judged: {why} is at {first} seeds."
+    return f"One seed has no variance of its own: with {source} verdicts are provisional at best."
+
+
+def _detection_words(found: dict[str, Any], criteria: Criteria) -> list[str]:
     sd = f"{100 * found['run_sd']:.3g} %"
     source = (
         f"a run-to-run sd of {sd} (criteria.noise_sd)"
@@ -101,15 +119,16 @@ def _detection_words(found: dict[str, Any]) -> list[str]:
         "criteria.noise_sd once you know it)"
     )
     if found["detectable_gap"] is None:
-        return [f"One seed has no variance of its own: with {source} verdicts are provisional at best."]
+        return [_nothing_found(found, source, criteria)]
     detectable = (
-        f"Assuming {source}, {found['seeds']} seeds find a gap of {100 * found['detectable_gap']:.2f} % in 80 % of "
-        f"studies; the interval is about ±{100 * found['expected_half_width']:.2f} % wide."
+        f"Assuming {source}, {found['judged_seeds']} seeds find a gap of {100 * found['detectable_gap']:.2f} % in "
+        f"80 % of studies; the interval is about ±{100 * found['expected_half_width']:.2f} % wide."
     )
     lines = [detectable]
     if found["expected_half_width"] >= found["margin"]:
         needed = found["seeds_for_equivalent"]
-        remedy = f"{needed} seeds would do" if needed else "no number up to 30 would do; widen the margin"
+        none = "no declared look" if criteria.looks else f"no number up to {MAX_SEEDS}"
+        remedy = f"{needed} seeds would do" if needed else f"{none} would do; widen the margin"
         lines.append(
             f"That is too wide for EQUIVALENT at a margin of {100 * found['margin']:.3g} %: {remedy} at that noise."
         )
@@ -236,7 +255,7 @@ def plan_document(matrix: Matrix) -> dict[str, Any]:
         "errors": [],
     }
     found = (
-        _detection_words(detection)
+        _detection_words(detection, criteria_of(matrix))
         if matrix.compares
         else ["Nothing is compared: this study trains parents of forks."]
     )

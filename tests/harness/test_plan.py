@@ -11,6 +11,8 @@ from fp8parity.memory import estimate
 from fp8parity.plan import REFERENCE_RUN_SD, memory_of, plan_document, slots_of
 from fp8parity.token_meta import read_meta
 from fp8parity_analysis import planning
+from fp8parity_analysis.criteria import Criteria
+from fp8parity_analysis.sequential import limits_of
 
 from .conftest import WriteRecipe
 
@@ -86,6 +88,42 @@ def test_slots_come_from_the_command_line_then_the_file_then_the_devices(
     assert slots_of(matrix.read(write_recipe({**gpu, "runtime": {"slots": 4, "slots_per_gpu": 3}}))) == 4
     memory = memory_of(plan)
     assert set(memory) == {run.run_id for run in plan.runs}
+
+
+@pytest.mark.parametrize(
+    ("criteria", "seeds", "judged", "said"),
+    [
+        ({"looks": [3, 5]}, 4, 3, ", 3 seeds find a gap of "),
+        ({"looks": [3, 5], "spending": "obrien_fleming"}, 6, 5, ", 5 seeds find a gap of "),
+        ({"looks": [3, 5], "margin": "0.01%"}, 5, 5, "no declared look would do; widen the margin"),
+        ({"looks": [3, 5]}, 2, None, "2 seeds cannot be judged: the first declared look is at 3 seeds."),
+        ({"anytime": True}, 6, 6, ", 6 seeds find a gap of "),
+        (
+            {"anytime": True},
+            1,
+            None,
+            "1 seed cannot be judged: the first at which anytime has bounds is at 5 seeds.",
+        ),
+        ({}, 1, None, "One seed has no variance of its own"),
+        ({}, 31, None, "What 31 seeds find is not tabulated: the table ends at 30."),
+    ],
+)
+def test_what_is_found_is_found_at_a_look(
+    write_recipe: WriteRecipe, criteria: dict, seeds: int, judged: int | None, said: str
+) -> None:
+    changes = {"seeds": list(range(seeds)), "criteria": {"noise_sd": "0.1%", **criteria}}
+    document = plan_document(matrix.read(write_recipe(changes)))
+    found = document["detection"]
+    assert (found["seeds"], found["judged_seeds"]) == (seeds, judged)
+    assert any(said in line for line in document["words"])
+    if judged is None:
+        assert found["detectable_gap"] is found["expected_half_width"] is None
+        return
+    settings = {key: tuple(value) if key == "looks" else value for key, value in criteria.items()}
+    limit = limits_of(Criteria(**{**settings, "margin": 0.0025}), 30)[judged]
+    sd = 0.001 * math.sqrt(2)
+    assert found["expected_half_width"] == pytest.approx(limit * sd / math.sqrt(judged))
+    assert planning.power_worse(found["detectable_gap"], judged, sd, critical=limit) == pytest.approx(0.8)
 
 
 @pytest.mark.parametrize("confidence", [0.90, 0.95])
