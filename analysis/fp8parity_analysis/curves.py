@@ -45,7 +45,8 @@ class RunCurve:
 
     `evals` maps (split, eval_precision) to a series; `status` is None while the run is unfinished; `identity`
     holds the dotted settings that a pair must share; `digests` the batch digest by step; `problems` say why
-    the run cannot be judged.
+    the run cannot be judged. `rows_to` is the last step of a row that the run wrote without a loss,
+    `cells_to` that of any row of its source with an empty place for one, 0 without such rows.
     """
 
     group: str
@@ -64,12 +65,14 @@ class RunCurve:
     identity: Mapping[str, Any] = field(default_factory=dict)
     digests: Mapping[int, str] = field(default_factory=dict)
     problems: tuple[str, ...] = ()
+    rows_to: int = 0
+    cells_to: int = 0
 
     @cached_property
     def last_step(self) -> int:
-        """The last step that any stream of this run has, 0 without any."""
+        """The last step that any stream or row of this run has, 0 without any."""
         streams = [*self.evals.values(), *([self.train] if self.train else [])]
-        return max((int(stream.steps[-1]) for stream in streams if len(stream.steps)), default=0)
+        return max([self.rows_to, *(int(stream.steps[-1]) for stream in streams if len(stream.steps))])
 
     def held_out(self, split: str, precision: str) -> Series | None:
         """Return the series of `split`, preferring `precision`.
@@ -122,7 +125,7 @@ def runs_of_table(table: pd.DataFrame) -> tuple[list[RunCurve], tuple[str, ...]]
     return list(runs.values()), notes
 
 
-def _external_run(arm: str, seed: int, replica: int, *, status: Status) -> RunCurve:
+def _external_run(arm: str, seed: int, replica: int, *, status: Status | None) -> RunCurve:
     roles = {schema.CONTROL_ARM: Role.CONTROL, schema.NULL_ARM: Role.NULL}
     label = f"{arm} seed {seed}" + (f" replica {replica}" if replica else "")
     return RunCurve("", arm, roles.get(arm, Role.TEST), seed, replica, label, evals={}, status=status)
@@ -132,10 +135,19 @@ def _with_stream(run: RunCurve, stream: Any) -> RunCurve:
     series = Series(stream.steps, stream.loss)
     problems = run.problems + tuple(f"{run.label}: {text}" for text in stream.problems)
     status = run.status if run.status is not Status.FINISHED else stream.status
+    run = replace(
+        run,
+        problems=problems,
+        status=status,
+        rows_to=max(run.rows_to, stream.rows_to),
+        cells_to=max(run.cells_to, stream.cells_to),
+    )
+    if not len(series.steps):  # rows without a loss: the run exists and lacks this curve
+        return run
     if stream.split == schema.TRAIN:
-        return replace(run, train=series, problems=problems, status=status)
+        return replace(run, train=series)
     evals = {**run.evals, (stream.split, stream.eval_precision or UNSTATED_PRECISION): series}
-    return replace(run, evals=evals, problems=problems, status=status)
+    return replace(run, evals=evals)
 
 
 def flatten(document: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -127,7 +127,7 @@ def judge(
     sources: Annotated[
         list[str],
         typer.Argument(
-            help="A study or run directory; .csv or .parquet curves; a TensorBoard folder; mlflow:EXPERIMENT."
+            help="A study or run directory; .csv, .tsv or .parquet curves; a TensorBoard folder; mlflow:EXPERIMENT."
         ),
     ],
     margin: Annotated[str | None, typer.Option(help="Largest gap called equal, such as 0.25%.")] = None,
@@ -166,7 +166,7 @@ def judge(
     """Judge stored runs or anybody's curves. Trains nothing."""
     from fp8parity.errors import UsageError
     from fp8parity.judging import judge_paths, mapping_of, noise_of_study
-    from fp8parity_analysis.importers import DEFAULT_RUN_PATTERN, ImportSettings
+    from fp8parity_analysis.import_settings import DEFAULT_RUN_PATTERN, ImportSettings
 
     if noise_from is not None and noise_sd is not None:
         raise UsageError("--noise-sd and --noise-from are two answers to one question; give one of them")

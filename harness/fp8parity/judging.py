@@ -15,7 +15,8 @@ from fp8parity_analysis import schema
 from fp8parity_analysis.criteria import Criteria
 from fp8parity_analysis.curves import CurveSet
 from fp8parity_analysis.errors import BadInputError
-from fp8parity_analysis.importers import ImportSettings, read_curves
+from fp8parity_analysis.import_settings import ImportSettings
+from fp8parity_analysis.importers import read_curves
 from fp8parity_analysis.json_files import read_json, write_json
 from fp8parity_analysis.store import RunRecord, read_runs, read_study
 from fp8parity_analysis.verdict import Judgement

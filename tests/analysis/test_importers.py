@@ -7,8 +7,8 @@ import simulate
 
 from fp8parity_analysis.curves import CurveSet
 from fp8parity_analysis.errors import BadInputError
-from fp8parity_analysis.importers import PRESETS, ImportSettings, read_curves
-from fp8parity_analysis.schema import Outcome
+from fp8parity_analysis.import_settings import PRESETS, ImportSettings
+from fp8parity_analysis.importers import read_curves
 from fp8parity_analysis.verdict import Criteria, judge
 
 STEPS = simulate.BASE.steps
@@ -48,28 +48,6 @@ def folder(tmp_path_factory):
     return root
 
 
-@pytest.fixture(scope="module")
-def store(tmp_path_factory):
-    """A store written by MLflow's client, arm and seed as tags."""
-    from mlflow.entities import Metric
-    from mlflow.tracking import MlflowClient
-
-    uri = f"sqlite:///{tmp_path_factory.mktemp('mlflow') / 'store.db'}"
-    client = MlflowClient(tracking_uri=uri)
-    experiment = client.create_experiment("study")
-    for arm, seed, steps, losses in runs():
-        run = client.create_run(
-            experiment, tags={"arm": arm, "seed": str(seed)}, run_name=f"run {arm} {seed}"
-        )
-        points = [
-            Metric("val_loss", float(loss), timestamp=int(step), step=int(step))
-            for step, loss in zip(steps, losses, strict=True)
-        ]
-        client.log_batch(run.info.run_id, metrics=points)
-        client.set_terminated(run.info.run_id)
-    return uri
-
-
 class TestTables:
     def test_csv_and_parquet(self, tmp_path):
         TABLE.to_csv(tmp_path / "a.csv", index=False)
@@ -94,14 +72,15 @@ class TestTables:
         settings = ImportSettings(columns={"loss": "val", "arm": "recipe"})
         assert agrees(read_curves([tmp_path / "a.csv"], settings))
 
-    def test_an_empty_cell_is_no_measurement_and_nan_is_one(self, tmp_path):
+    def test_an_empty_cell_is_a_loss_that_is_not_finite(self, tmp_path):
         (tmp_path / "a.csv").write_text(
             "seed,arm,step,loss\n0,bf16,1,2.0\n0,bf16,2,\n0,fp8,1,2.1\n0,fp8,2,\n0,fp8,3,NaN\n0,bf16,3,-inf\n"
         )
         control, test = read_curves([tmp_path / "a.csv"]).runs
-        assert test.evals[("held_out", "unstated")].steps.tolist() == [1, 3]
-        assert np.isnan(test.evals[("held_out", "unstated")].loss[1])
-        assert control.evals[("held_out", "unstated")].loss[1] == -np.inf
+        assert test.evals[("held_out", "unstated")].steps.tolist() == [1, 2, 3]
+        assert np.isnan(test.evals[("held_out", "unstated")].loss[1:]).all()
+        assert np.isnan(control.evals[("held_out", "unstated")].loss[1])
+        assert control.evals[("held_out", "unstated")].loss[2] == -np.inf
 
     def test_a_csv_without_the_columns_says_what_it_has(self, tmp_path):
         (tmp_path / "a.csv").write_text("x,y\n1,2\n")
@@ -217,6 +196,21 @@ class TestTensorBoard:
         with pytest.raises(BadInputError, match="does not name its arm and seed"):
             read_curves([tmp_path])
 
+    def test_the_average_that_hugging_face_logs_once_is_left_out_and_named(self, tmp_path):
+        for arm, seed, steps, losses in runs():
+            scalars = {
+                "train/train_loss": (steps[-1:], losses[-1:] * 1.2),
+                "eval/loss": (steps, losses),
+                "train/loss": (steps, losses * 1.01),
+            }
+            write_events(tmp_path / f"{arm}_seed{seed}", scalars)
+        curves = read_curves([tmp_path])
+        assert agrees(curves)
+        assert all(len(run.train.steps) == len(STEPS) for run in curves.runs)
+        note = f"{tmp_path}: the train loss is train/loss; train/train_loss is left out"
+        assert curves.notes == (note,)
+        assert note in judge(curves, Criteria()).verdicts[0].warnings
+
     def test_a_damaged_event_file_is_a_clear_error(self, tmp_path):
         path = tmp_path / "bf16_seed0" / "events.out.tfevents.1.host"
         path.parent.mkdir()
@@ -237,30 +231,3 @@ def write_events(folder, scalars, *, wall_time=10.0, name="first"):
             summary = Summary(value=[Summary.Value(tag=tag, simple_value=float(value))])
             writer.add_event(Event(wall_time=wall_time + at * 1e-3, step=int(step), summary=summary))
     writer.close()
-
-
-class TestMlflow:
-    def test_experiment(self, store):
-        curves = read_curves(["mlflow:study"], ImportSettings(tracking_uri=store, preset="nemo"))
-        assert agrees(curves)
-
-    def test_loss_like_metrics_without_any_mapping(self, store):
-        assert agrees(read_curves(["mlflow:study"], ImportSettings(tracking_uri=store)))
-
-    def test_missing_experiment(self, store):
-        with pytest.raises(BadInputError, match="experiment 'other' cannot be read"):
-            read_curves(["mlflow:other"], ImportSettings(tracking_uri=store))
-
-    def test_names_give_arm_and_seed_where_tags_do_not(self, store):
-        from mlflow.tracking import MlflowClient
-
-        client = MlflowClient(tracking_uri=store)
-        experiment = client.create_experiment("named")
-        for name in ("bf16_seed0", "fp8_seed0"):
-            run = client.create_run(experiment, run_name=name)
-            client.log_metric(run.info.run_id, "eval/loss", 2.0 if name[0] == "b" else 2.1, step=1)
-        told = judge(read_curves(["mlflow:named"], ImportSettings(tracking_uri=store)), Criteria()).verdicts[
-            0
-        ]
-        assert told.outcome is Outcome.INCONCLUSIVE
-        assert told.gap == pytest.approx(np.log(2.1 / 2.0))
