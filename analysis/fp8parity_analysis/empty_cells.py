@@ -5,10 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from fp8parity_analysis.curves import RunCurve, Series
-from fp8parity_analysis.health import LENGTH_FRAC
+from fp8parity_analysis.health import LENGTH_FRAC, cadence_of
 from fp8parity_analysis.schema import TRAIN, Role, Status
 
 if TYPE_CHECKING:
@@ -61,7 +59,6 @@ def _missed(run: RunCurve, series: Series, other: Series | None) -> int:
     """
     if other is None:
         return 0
-    cadence = int(np.median(np.diff(series.steps))) if len(series.steps) > 1 else 1
-    steps = other.steps
-    reached = steps[(steps >= series.steps[-1] + cadence) & (steps <= run.cells_to)]
+    due = int(series.steps[-1]) + cadence_of(series.steps)
+    reached = other.steps[(other.steps >= due) & (other.steps <= run.cells_to)]
     return int(reached[-1]) if len(reached) else 0
