@@ -17,7 +17,7 @@ from fp8parity_analysis import report_format as fmt
 from fp8parity_analysis.history_findings import FIXED, NEW, NOTICE, STILL, Assessment, Finding, assess
 from fp8parity_analysis.history_series import FALSE_ALARMS_PER_NIGHT, Series
 from fp8parity_analysis.report_model import Table
-from fp8parity_analysis.schema import Gate
+from fp8parity_analysis.schema import Gate, Outcome
 from fp8parity_analysis.summary import escape
 from fp8parity_analysis.verdict import strict_json
 from fp8parity_analysis.wording import GATE_WORDS
@@ -25,7 +25,7 @@ from fp8parity_analysis.wording import GATE_WORDS
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from fp8parity_analysis.history import History
+    from fp8parity_analysis.history import Check, History
 
 NIGHTLY_PAGE, NIGHTLY_JSON, SUMMARY_FILE, JUNIT_FILE = (
     "nightly.html",
@@ -35,6 +35,8 @@ NIGHTLY_PAGE, NIGHTLY_JSON, SUMMARY_FILE, JUNIT_FILE = (
 )
 NIGHTLY_SCHEMA_VERSION = 1
 MAX_TRENDS, MAX_NIGHTS = 24, 40
+MAX_TOLD = 3
+"""What fails, up to so many, stands in the headline."""
 
 _NOT_TEXT = re.compile(r"[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 _BADGE = {
@@ -101,8 +103,9 @@ def _headline(found: Assessment) -> str:
             else "Nothing new fails, but not every recipe is settled"
         )
         return start + (f"; {counts[FIXED]} fixed" if counts[FIXED] else "")
-    first = next(item for item in found.findings if item.failing)
-    return f"{', '.join(parts)}: {first.text}"
+    failing = [item.text for item in found.findings if item.failing]
+    rest = len(failing) - MAX_TOLD
+    return f"{', '.join(parts)}: {'; '.join(failing[:MAX_TOLD])}" + (f"; and {rest} more" if rest > 0 else "")
 
 
 def _warnings(found: Assessment, history: History) -> tuple[str, ...]:
@@ -133,19 +136,26 @@ def _cells_table(found: Assessment) -> Table | None:
             night.series.get(f"speedup/{cell.recipe}"),
             night.checks.get(f"execution/{cell.recipe}"),
         )
+        nothing_compared = cell.outcome == Outcome.INVALID.value  # what the surviving runs show is no finding
         rows.append(
             (
                 cell.recipe,
                 f"{cell.outcome} ({cell.gate})",
                 fmt.gap(cell.gap, cell.interval, digits),
-                str(cell.n_seeds),
-                fmt.NOTHING if speed is None else f"{speed.value:.2f}",
-                fmt.NOTHING if proof is None else "proven" if proof.ok else "not proven",
+                fmt.NOTHING if nothing_compared else str(cell.n_seeds),
+                fmt.NOTHING if speed is None or nothing_compared else f"{speed.value:.2f}",
+                _proof_text(proof, nothing_compared=nothing_compared),
             )
         )
     margin = f", margin {fmt.margin(night.margin)}" if night.margin else ""
     head = ("recipe", "verdict", "gap and interval", "seeds", "FP8 / BF16 speed", "FP8 ran")
     return Table(f"Against BF16 tonight{margin}", head, tuple(rows), numeric=(2, 3, 4))
+
+
+def _proof_text(proof: Check | None, *, nothing_compared: bool) -> str:
+    if proof is None or (proof.ok and nothing_compared):
+        return fmt.NOTHING
+    return "proven" if proof.ok else "not proven"
 
 
 def _changes_table(found: Assessment) -> Table | None:

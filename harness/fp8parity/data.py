@@ -261,7 +261,7 @@ def held_out_rows(tokens: Tokens, meta: TokenMeta, context: int, sequences: int)
     if available < sequences:
         raise UsageError(
             f"data: {len(held_out)} held-out tokens make {max(available, 0)} sequences of context {context}, fewer "
-            f"than train.eval_sequences {sequences}; use a larger corpus or held_out_fraction, or fewer sequences"
+            f"than train.eval_sequences {sequences}; hold out more of it, use a larger corpus, or write fewer sequences"
         )
     starts = (np.arange(sequences, dtype=np.int64) * available // sequences) * context
     return np.asarray(held_out[starts[:, None] + np.arange(context + 1)], dtype=np.int64)

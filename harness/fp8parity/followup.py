@@ -15,6 +15,7 @@ import yaml
 
 from fp8parity import matrix
 from fp8parity.errors import UsageError
+from fp8parity.own_sources import locate
 from fp8parity.recipe_file import base_sections, parse, set_dotted
 from fp8parity.yaml_marks import load
 from fp8parity_analysis import schema
@@ -61,7 +62,8 @@ def write_followup(
     """Write a recipe file that reruns the arm with the weightiest candidate, its layers in BF16; return its path.
 
     `spec` is the canonical RunSpec of a run of that arm. The file is checked as `fp8parity plan` would check it.
-    Errors: `UsageError` when nothing is a candidate, or when nothing would be left in FP8.
+    Errors: `UsageError` when nothing is a candidate, when nothing would be left in FP8, or when what stands beside
+    the study's recipe file would not be found from `target`.
     """
     arm = _first(health)
     if arm is None or spec is None:
@@ -77,8 +79,9 @@ def write_followup(
         try:
             matrix.read(draft)
         except UsageError as error:
+            words = str(error).replace(str(draft), str(target))
             raise UsageError(
-                f"--emit-followup: with {', '.join(layers_of(arm))} in BF16 too: {error}"
+                f"--emit-followup: with {', '.join(layers_of(arm))} in BF16 too: {words}"
             ) from error
         os.replace(draft, target)
     finally:
@@ -107,6 +110,8 @@ def followup_text(
     sections["precision"].pop("exclude", None)
     for place in _PATHS:
         _move(sections, *place, study_dir, target)
+    for section in ("model", "data"):
+        _require_module(sections.get(section, {}), study_dir, target)
     study = str(read_study(study_dir)["name"])
     raw = load(stored).values
     document: dict[str, Any] = {
@@ -131,5 +136,31 @@ def _move(sections: dict[str, dict[str, Any]], section: str, key: str, study_dir
     path = sections.get(section, {}).get(key)
     if path is None or Path(path).is_absolute():
         return
+    sections[section][key] = os.path.relpath(
+        (_recipe_folder(study_dir, f"base.{section}.{key} {path!r}") / path).resolve(),
+        target.parent.resolve(),
+    )
+
+
+def _recipe_folder(study_dir: Path, wanted: str) -> Path:
+    """Return where the study's recipe file stands; `UsageError` when it is not to be found from here."""
     recipe = Path(str(read_study(study_dir)["recipe_file"]))
-    sections[section][key] = os.path.relpath((recipe.parent / path).resolve(), target.parent.resolve())
+    if not recipe.exists():  # the study keeps it as it was given, maybe relative to another folder
+        raise UsageError(
+            f"--emit-followup: {wanted} is relative to the study's recipe file {recipe}, which does not exist seen "
+            "from here; go to the folder where the study was launched"
+        )
+    return recipe.parent.resolve()
+
+
+def _require_module(values: Mapping[str, Any], study_dir: Path, target: Path) -> None:
+    """Refuse a folder from which a function of the user's is not found: modules are looked for beside the recipe."""
+    if values.get("kind") != "import":
+        return
+    module = str(values["target"]).partition(":")[0]
+    folder = _recipe_folder(study_dir, f"target {values['target']!r}")
+    if folder != target.parent.resolve() and locate(module, [str(folder)]) is not None:
+        raise UsageError(
+            f"--emit-followup: {module} stands beside the study's recipe file and is looked for beside the new one; "
+            f"write it there: --emit-followup {os.path.relpath(folder / target.name)}"
+        )

@@ -26,10 +26,22 @@ REFERENCE_RUN_SD = 0.00145
 
 
 def slots_of(matrix: Matrix, asked: int | None = None) -> int:
-    """Return the runs at a time: asked for on the command line, else in the file, else what the devices offer."""
+    """Return the runs at a time: asked for on the command line, else in the file, else what the devices offer.
+
+    For `device: cuda` on a machine without a GPU that is what one GPU runs: cores are no measure of it.
+    """
     train = matrix.runs[0].spec.train
     runtime = matrix.runtime
-    return asked or runtime.slots or default_slots(train.device, train.threads, runtime.slots_per_gpu)
+    offered = (
+        runtime.slots_per_gpu
+        if _lacks_gpu(matrix)
+        else default_slots(train.device, train.threads, runtime.slots_per_gpu)
+    )
+    return asked or runtime.slots or offered
+
+
+def _lacks_gpu(matrix: Matrix) -> bool:
+    return matrix.runs[0].spec.train.device == "cuda" and not visible_gpus()
 
 
 def standby_of(matrix: Matrix, asked: int | None = None) -> Depth | None:
@@ -150,9 +162,9 @@ def _shared_controls(matrix: Matrix) -> int:
     return sum(run.role == "control" and len(arms.get(_pair_key(run), ())) > 1 for run in matrix.runs)
 
 
-def _cost_words(document: dict[str, Any], rate: float | None) -> list[str]:
+def _cost_words(document: dict[str, Any], rate: float | None, elsewhere: str) -> list[str]:
     runs, slots = document["runs"], document["slots"]
-    cost = f"{document['total_tokens']:,} tokens in {runs} runs, {slots} at a time"
+    cost = f"{document['total_tokens']:,} tokens in {runs} runs, {slots} at a time{elsewhere}"
     if rate:
         cost += (
             f"; {document['hours']:.2f} device-hours at {rate:,.0f} tokens/s, about {document['wall_hours']:.2f} h "
@@ -260,10 +272,11 @@ def plan_document(matrix: Matrix) -> dict[str, Any]:
         else ["Nothing is compared: this study trains parents of forks."]
     )
     forks = fork_words([run.spec for run in matrix.runs])
+    on_one = _lacks_gpu(matrix) and not matrix.runtime.slots
     return {
         **document,
         "words": [
-            *_cost_words(document, rate),
+            *_cost_words(document, rate, " on one GPU (this machine has none)" if on_one else ""),
             *_data_words(matrix),
             *_model_words(matrix),
             *forks,

@@ -145,7 +145,20 @@ class DataSpec(Frozen):
             raise ValueError("source: bin needs path: FILE.bin (make one with `fp8parity data pack`)")
         if self.source == "python-sources" and (self.path is not None or self.sha256 is not None):
             raise ValueError("path and sha256 belong to source: bin")
+        if self.source == "bin":
+            self._nothing_without_effect()
         return self
+
+    def _nothing_without_effect(self) -> None:
+        """Refuse what packing decided: a .bin is read as it is. A stored run states the defaults, so these pass."""
+        for key in ("scope", "max_mib", "held_out_fraction"):
+            if getattr(self, key) != type(self).model_fields[key].default:
+                remedy = (
+                    "pack it again with --held-out-fraction" if key == "held_out_fraction" else "leave it out"
+                )
+                raise ValueError(
+                    f"{key} has no effect on source: bin, which is read as it was packed; {remedy}"
+                )
 
 
 class OptimSpec(Frozen):

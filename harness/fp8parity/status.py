@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import socket
 import time
@@ -16,7 +17,7 @@ from typing import Any
 
 from fp8parity.errors import UsageError
 from fp8parity.ledger import LAUNCHED, STANDBY, STOPPED_EARLY, WITHDRAWN, read_ledger
-from fp8parity.process import is_alive
+from fp8parity.process import LOCK_FILE, is_alive
 from fp8parity.progress import HEARTBEAT_FILE, last_rows, stage_of
 from fp8parity_analysis import schema
 from fp8parity_analysis.errors import BadInputError
@@ -79,6 +80,16 @@ def _last_launch(entries: Sequence[Entry]) -> _Launch:
             alive = local and is_alive(int(entry.get("pid", 0)), entry.get("born"))
             return _Launch(alive, local, int(entry.get("slots", 1)), index)
     return _Launch(alive=False, local=True, slots=1, first_line=0)
+
+
+def _is_held(directory: Path) -> bool:
+    """Whether a `run` of this machine holds the study directory, launching or not; its lock is not touched."""
+    try:
+        holder = json.loads((directory / LOCK_FILE).read_text(encoding="utf-8"))
+        pid, born, host = int(holder["pid"]), holder["born"], holder["host"]
+    except (OSError, ValueError, KeyError, TypeError):  # nobody ever, or nobody now
+        return False
+    return host == socket.gethostname() and is_alive(pid, born)
 
 
 def _silence(run_dir: Path) -> float | None:
@@ -229,7 +240,7 @@ def _run_dirs(directory: Path) -> list[Path]:
             if (d / schema.SPEC_FILE).exists()
         ]
     found = sorted(p.parent for p in directory.glob(f"{schema.RUNS_DIR}/*/{schema.SPEC_FILE}"))
-    if not found:
+    if not found and not _is_held(directory):
         raise UsageError(
             f"{directory}: holds no {schema.STUDY_FILE} and no runs; give a directory of `fp8parity run`"
         )
@@ -251,7 +262,8 @@ def _dropped(directory: Path, run_dirs: Sequence[Path]) -> frozenset[str]:
 def study_status(directory: Path) -> dict[str, Any]:
     """Return where the study in `directory` stands, as JSON values.
 
-    Keys: study, launcher (alive, slots), counts (by state), steps_done, steps, tokens_per_s (of what runs now), eta_s,
+    Keys: study, launcher (alive, slots, and preparing: data are packed or the arithmetic is tested before it launches),
+    counts (by state), steps_done, steps, tokens_per_s (of what runs now), eta_s,
     runs (the fields of `RunStatus`). `UsageError` when the directory holds no study; `BadInputError` for a broken file.
     """
     run_dirs = _run_dirs(directory)
@@ -272,7 +284,11 @@ def study_status(directory: Path) -> dict[str, Any]:
     return {
         "schema_version": schema.SCHEMA_VERSION,
         "study": read_json(study).get("name", "") if study.exists() else directory.name,
-        "launcher": {"alive": launch.alive, "slots": launch.slots},
+        "launcher": {
+            "alive": launch.alive,
+            "slots": launch.slots,
+            "preparing": not launch.alive and _is_held(directory),
+        },
         "counts": dict(Counter(run.state for run in runs)),
         "steps_done": sum(run.step for run in runs),
         "steps": sum(run.steps for run in runs),

@@ -76,11 +76,17 @@ def _troubles(runs: list[dict[str, Any]]) -> list[Text]:
     return [*lines[:SHOWN], *([Text(f"and {hidden} more; --json has all")] if hidden > 0 else [])]
 
 
+def _launcher(found: dict[str, Any]) -> str:
+    if found["preparing"]:
+        return "a launcher prepares: it packs data or tests the FP8 arithmetic"
+    work = "a launcher is at work" if found["alive"] else "no launcher is at work here"
+    return f"{work}, {found['slots']} at a time"
+
+
 def status_view(document: dict[str, Any]) -> Group:
     """Return the whole screen of a status document."""
     runs = document["runs"]
-    launcher = "a launcher is at work" if document["launcher"]["alive"] else "no launcher is at work here"
-    head = Text(f"{document['study']}: {launcher}, {document['launcher']['slots']} at a time; ")
+    head = Text(f"{document['study']}: {_launcher(document['launcher'])}; ")
     head.append_text(_states(Counter(document["counts"])))
     if document["eta_s"] is not None:
         head.append(f"about {seconds_text(document['eta_s'])} left")
@@ -99,7 +105,11 @@ def show(directory: Path, console: Console, *, watch: bool) -> None:
         console.print(status_view(document))
         return
     with Live(status_view(document), console=console, auto_refresh=False) as live:
-        while document["launcher"]["alive"] or {"running", "starting"} & set(document["counts"]):
+        while (
+            document["launcher"]["alive"]
+            or document["launcher"]["preparing"]
+            or {"running", "starting"} & set(document["counts"])
+        ):
             time.sleep(WATCH_SECONDS)
             document = study_status(directory)
             live.update(status_view(document), refresh=True)

@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import re
+import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -20,15 +21,14 @@ from fp8parity.errors import UsageError
 from fp8parity.fork import require_same_data, warmup_left
 from fp8parity.ledger import STOPPED_EARLY
 from fp8parity.matrix import Matrix, PlannedRun, resolve_data_path
-from fp8parity.spec import DataSpec
+from fp8parity.process import LOCK_FILE, start_ticks
+from fp8parity.spec import DataSpec, RunSpec
 from fp8parity.token_meta import read_meta
 from fp8parity.version_gates import version_problems
 from fp8parity_analysis import schema
 from fp8parity_analysis.criteria import Criteria
 from fp8parity_analysis.errors import BadInputError
 from fp8parity_analysis.json_files import read_json, write_json
-
-LOCK_FILE = ".lock"
 
 CHECKPOINT_SHARE = 0.01
 """Of a run's time, the most that checkpoints of the default cadence may take: a short run costs little to train again,
@@ -116,8 +116,8 @@ def _check_corpus(run: PlannedRun, path: Path) -> None:
     if held_out < train.eval_sequences:
         raise UsageError(
             f"{path}: {meta.n_tokens - meta.train_tokens} held-out tokens make {max(held_out, 0)} sequences of "
-            f"train.context {train.context}, fewer than train.eval_sequences {train.eval_sequences}; use a larger "
-            "corpus or data.held_out_fraction, or fewer sequences"
+            f"train.context {train.context}, fewer than train.eval_sequences {train.eval_sequences}; "
+            f"{_more_held_out(run.spec)}, or write fewer sequences"
         )
 
 
@@ -145,6 +145,13 @@ def _trained_on(run_dir: Path) -> str | None:
     return None if told is None else str(told)
 
 
+def _more_held_out(spec: RunSpec) -> str:
+    """Say what gives data of this source a larger held-out part."""
+    if isinstance(spec.data, DataSpec) and spec.data.source == "bin":
+        return "pack it again with a larger --held-out-fraction or more text (fp8parity data pack)"
+    return "use more data or a larger data.held_out_fraction"
+
+
 def _is_left_by_us(entry: Path) -> bool:
     """Whether `entry` is what a first run leaves that ended while it packed its data: it may be run again."""
     if entry.name == schema.DATA_DIR and entry.is_dir():
@@ -161,6 +168,12 @@ def _check_same_study(matrix: Matrix, out: Path) -> dict[str, Any] | None:
         return None
     study = read_json(path)
     unknown = sorted(set(study.get("runs", ())) - {run.run_id for run in matrix.runs})
+    if study.get("name") != matrix.name and not unknown:
+        raise UsageError(
+            f"{out}: holds study {study.get('name')!r} with the same runs, and {matrix.recipe_path} is called "
+            f"{matrix.name!r} (name defaults to the file's name); write name: {study.get('name')} in it to continue "
+            "that study, or use another --out directory"
+        )
     if study.get("name") != matrix.name or unknown:
         raise UsageError(
             f"{out}: holds study {study.get('name')!r} with {len(unknown)} runs that {matrix.recipe_path} does not "
@@ -278,13 +291,23 @@ def _lay_out_run(run: PlannedRun, out: Path, matrix: Matrix, token_file: Path) -
 
 @contextmanager
 def lock(out: Path) -> Iterator[None]:
-    """Hold the study directory; `UsageError` when another launcher has it. The kernel frees it with the process."""
+    """Hold the study directory; `UsageError` when another launcher has it. The kernel frees it with the process.
+
+    The file says who holds it, so that `status` knows that somebody packs data or tests the arithmetic.
+    """
     out.mkdir(parents=True, exist_ok=True)
-    with (out / LOCK_FILE).open("w") as handle:
+    with (out / LOCK_FILE).open("a") as handle:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             raise UsageError(
                 f"{out}: another fp8parity run is working on this directory; wait for it"
             ) from error
-        yield
+        handle.truncate(0)
+        pid = os.getpid()
+        handle.write(json.dumps({"pid": pid, "born": start_ticks(pid), "host": socket.gethostname()}))
+        handle.flush()
+        try:
+            yield
+        finally:
+            handle.truncate(0)

@@ -9,6 +9,7 @@ from pathlib import Path
 from rich.console import Console
 
 from fp8parity import matrix, study
+from fp8parity.devices import visible_gpus
 from fp8parity.early_stop import EarlyStop
 from fp8parity.errors import Fp8ParityError, InterruptedRunError, UsageError
 from fp8parity.fork import kept_steps
@@ -18,6 +19,7 @@ from fp8parity.matrix import Matrix
 from fp8parity.plan import memory_of, slots_of, standby_of
 from fp8parity.screen import live_runs, show_judgement, show_unfinished
 from fp8parity.selftest_gate import require_sound_arithmetic
+from fp8parity.yaml_marks import load
 from fp8parity_analysis import schema
 
 
@@ -48,6 +50,27 @@ def _check_mlflow(out: Path, uri: str | None) -> None:
         target_of(out, uri)
 
 
+_GPU_NODES = (Path("/dev/nvidiactl"), Path("/dev/kfd"))
+"""What the drivers of GPUs make; where one is, a missing nvidia-smi means nothing and torch has the last word."""
+
+
+def _require_gpu(plan: Matrix, out: Path) -> None:
+    """Refuse `device: cuda` on a machine without a GPU while runs are to be trained, naming its line in the file."""
+    asking = [run for run in plan.runs if run.spec.train.device == "cuda"]
+    missing = [
+        run for run in asking if not (out / schema.RUNS_DIR / run.run_id / schema.MANIFEST_FILE).exists()
+    ]
+    if not missing or visible_gpus() or any(node.exists() for node in _GPU_NODES):
+        return
+    marked = load(plan.recipe_path)
+    axis, base = ("axes", "train.device"), ("base", "train", "device")
+    key = axis if axis in marked.lines else base
+    raise UsageError(
+        f"{plan.recipe_path}:{marked.line(key)}: {'.'.join(key)}: cuda, and no GPU is visible here; run it where there "
+        "is one, or write cpu, which is another study; nothing was written"
+    )
+
+
 def _mirrored(out: Path, uri: str | None) -> AbstractContextManager[None]:
     if uri is None:
         return nullcontext()
@@ -62,13 +85,14 @@ def run_study(
     """Train what is missing, judge everything, write the report; return the exit code of the worst gate.
 
     With `any_verdict` a valid comparison exits 0 whatever it found. A crashed run leaves the others standing and
-    makes its own comparison INVALID. With `mlflow_uri` a process of its own mirrors the study meanwhile; MLflow's
-    failures are a warning. Raises the errors of `matrix.read`, `study.lay_out`,
-    `selftest_gate.require_sound_arithmetic` and `launch.launch`.
+    makes its own comparison INVALID. A GPU that is asked for must be there before anything is written. With
+    `mlflow_uri` a process of its own mirrors the study meanwhile; MLflow's failures are a warning. Raises the errors
+    of `matrix.read`, `study.lay_out`, `selftest_gate.require_sound_arithmetic` and `launch.launch`.
     """
     console = Console(emoji=False)  # a name such as a:on:b is a name
     _check_mlflow(out, mlflow_uri)
     plan = matrix.read(recipe)
+    _require_gpu(plan, out)
     with study.lock(out):
         run_dirs = study.lay_out(plan, out)
         with _mirrored(out, mlflow_uri):

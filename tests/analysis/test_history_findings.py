@@ -174,6 +174,22 @@ def test_every_file_escapes_what_it_is_told_and_refers_to_nothing_outside(tmp_pa
     assert "<script>" not in (tmp_path / "summary.md").read_text()
 
 
+def test_the_headline_names_all_that_is_new_and_an_invalid_cell_shows_no_number() -> None:
+    nights = sim.records(base())[:20]
+    broken, sound = nights[-1].cells
+    cells = (replace(broken, outcome="INVALID", gate="invalid", reasons=("seed 1 has no run",)), sound)
+    nights[-1] = replace(nights[-1], cells=cells, crashed={f"{broken.recipe}-s1": "killed"})
+    model = nightly_report.build(History(tuple(nights)), "nightly")
+    told = f"2 new: {broken.recipe}-s1 crashed: killed; {broken.recipe}: INVALID: seed 1 has no run"
+    assert model.headline == told
+    assert model.cells is not None
+    assert model.cells.rows[0][3:] == ("–", "–", "–")
+    assert model.cells.rows[1][3] == str(sound.n_seeds)
+    many = replace(nights[-1], crashed={f"run {i}": "killed" for i in range(5)})
+    headline = nightly_report.build(History((*nights[:-1], many)), "nightly").headline
+    assert headline.endswith("run 2 crashed: killed; and 3 more")
+
+
 def test_public_parsers_read_the_junit_file_and_the_summary() -> None:
     import junitparser
     from markdown_it import MarkdownIt

@@ -295,6 +295,29 @@ def test_bad_usage_is_one_line_and_64(
     assert len(err.splitlines()) == 1
 
 
+@pytest.mark.parametrize("key", ["base.train.device", "axes.train.device"])
+def test_a_missing_gpu_is_said_with_its_line_before_anything_is_written(
+    write_recipe: WriteRecipe,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    key: str,
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr(study_run, "_GPU_NODES", ())
+    given = {"axes": {"train.device": ["cuda"], "precision.recipe": ["rowwise"]}}
+    path = write_recipe({"base": {"train": {"device": "cuda"}}} if key.startswith("base") else given)
+    line = next(i for i, text in enumerate(path.read_text().splitlines(), 1) if "device" in text)
+    out = tmp_path / "out"
+    code, said, err = call(capsys, "run", path, "--out", out)
+    assert (code, said) == (64, "")
+    if key.startswith("base"):
+        assert err.startswith(f"fp8parity: {path}:{line}: {key}: cuda, and no GPU is visible here")
+    else:
+        assert f"{key}: cuda, and no GPU is visible here" in err
+    assert not out.exists()
+
+
 def test_recipe_errors_are_64_with_lines(
     write_recipe: WriteRecipe, capsys: pytest.CaptureFixture[str]
 ) -> None:

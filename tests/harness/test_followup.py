@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from fp8parity import matrix, study
 from fp8parity.cli import main
 from fp8parity.errors import UsageError
 from fp8parity.followup import MAX_LAYERS, layers_of, write_followup
-from fp8parity_analysis.json_files import read_json
+from fp8parity_analysis.json_files import read_json, write_json
 from fp8parity_analysis.tensor_candidates import Reason, candidates_of
 from fp8parity_analysis.tensor_health import ArmHealth, TensorHealth
 from fp8parity_analysis.tensor_onset import Onset
@@ -22,6 +23,7 @@ from fp8parity_analysis.tensor_signals import Signal
 
 from .conftest import WriteRecipe
 
+OWN_MODEL = Path(__file__).parents[2] / "examples" / "own_model"
 LAYER = "blocks.1.ffn.down_proj"
 
 
@@ -119,3 +121,28 @@ def test_a_signal_names_the_linears_below_its_module() -> None:
     nowhere = (Signal("head", "head_logits_max"), Signal("blocks.0", "block_output_rms"))
     assert layers_of(health_of("x", *nowhere, basis="signal").arms[0]) == ()
     assert layers_of(health_of("x", *nowhere, attention, basis="signal").arms[0]) == ("blocks.1.attn.*",)
+
+
+def test_a_model_of_ones_own_is_followed_up_beside_its_module(tmp_path: Path) -> None:
+    recipes = tmp_path / "recipes"
+    shutil.copytree(OWN_MODEL, recipes)
+    plan = matrix.read(recipes / "own_model.yaml")
+    out = tmp_path / "out"
+    study.lay_out(plan, out)
+    health, spec = health_of("rowwise", "blocks.1.up"), spec_of(out, "rowwise")
+    elsewhere = tmp_path / "new" / "next.yaml"
+    with pytest.raises(
+        UsageError, match=r"my_model stands beside .*write it there: --emit-followup .*next\.yaml"
+    ):
+        write_followup(out, health, spec, elsewhere)
+    assert not elsewhere.exists()
+    again = matrix.read(write_followup(out, health, spec, recipes / "next.yaml"))
+    before = {run.spec.hash() for run in plan.runs}
+    assert {run.spec.hash() for run in again.runs if run.spec.precision.exclude == ()} <= before
+    with pytest.raises(UsageError) as refused:  # the user's file, never the draft it is checked as
+        write_followup(out, health_of("rowwise", "blocks.9.up"), spec, recipes / "next.yaml")
+    assert "next.yaml:" in str(refused.value)
+    assert "draft" not in str(refused.value)
+    write_json(out / "study.json", {**read_json(out / "study.json"), "recipe_file": "gone/own_model.yaml"})
+    with pytest.raises(UsageError, match=r"'my_model:build' is relative to .*gone/own_model\.yaml.*launched"):
+        write_followup(out, health, spec, elsewhere)

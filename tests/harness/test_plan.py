@@ -86,6 +86,13 @@ def test_slots_come_from_the_command_line_then_the_file_then_the_devices(
     plan = matrix.read(write_recipe({**gpu, "runtime": {"slots_per_gpu": 3}}))
     assert (slots_of(plan), slots_of(plan, 5)) == (6, 5)
     assert slots_of(matrix.read(write_recipe({**gpu, "runtime": {"slots": 4, "slots_per_gpu": 3}}))) == 4
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # planned where no GPU is: cores are no measure of one
+    elsewhere = matrix.read(
+        write_recipe({"base": {"train": {"device": "cuda"}}, "runtime": {"slots_per_gpu": 3}})
+    )
+    assert slots_of(elsewhere) == 3
+    words = plan_document(elsewhere)["words"]
+    assert "3 at a time on one GPU (this machine has none)" in words[0]
     memory = memory_of(plan)
     assert set(memory) == {run.run_id for run in plan.runs}
 

@@ -8,6 +8,7 @@ from pydantic import ValidationError
 from fp8parity.presets import PRESETS
 from fp8parity.spec import ModelSpec, PrecisionSpec, RunSpec, TrainSpec
 
+BIN = {"source": "bin", "path": "x.bin"}
 RUN: dict[str, Any] = {
     "model": {"preset": "0.7m"},
     "data": {},
@@ -71,11 +72,19 @@ def test_yaml_booleans() -> None:
         ({"optim": {"lr": float("nan")}}, "greater than 0"),
         ({"data": {"source": "bin"}}, "source: bin needs path"),
         ({"data": {"path": "x.bin"}}, "path and sha256 belong to source: bin"),
+        ({"data": {**BIN, "held_out_fraction": 0.2}}, "held_out_fraction has no effect .*pack it again"),
+        ({"data": {**BIN, "max_mib": 3}}, "max_mib has no effect on source: bin.*leave it out"),
+        ({"data": {**BIN, "scope": "environment"}}, "scope has no effect on source: bin"),
     ],
 )
 def test_impossible_settings_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         RunSpec.model_validate({**RUN, **changes})
+
+
+def test_a_stored_run_on_a_bin_file_states_the_defaults_and_is_read_again() -> None:
+    spec = RunSpec.model_validate({**RUN, "data": BIN})
+    assert RunSpec.model_validate(spec.canonical()) == spec
 
 
 def test_vocabulary_is_rounded_up_or_refused() -> None:

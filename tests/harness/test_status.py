@@ -17,7 +17,7 @@ from rich.console import Console
 from fp8parity import ledger, status_screen
 from fp8parity.errors import UsageError
 from fp8parity.ledger import LAUNCHED, STANDBY, WITHDRAWN, ledger_line
-from fp8parity.process import start_ticks
+from fp8parity.process import LOCK_FILE, start_ticks
 from fp8parity.progress import HEARTBEAT_FILE, Heartbeat
 from fp8parity.status import FRESH_SECONDS, study_status
 from fp8parity_analysis import schema
@@ -107,7 +107,7 @@ def test_every_state_beside_a_living_launcher(tmp_path: Path) -> None:
     assert runs["retried"]["alerts"] == ["tried again: killed in stage train"]
     assert runs["hung"]["reason"] == "why it was"
     assert runs["finished"]["tokens_per_s"] == 1000.0
-    assert document["launcher"] == {"alive": True, "slots": 2}
+    assert document["launcher"] == {"alive": True, "slots": 2, "preparing": False}
     assert document["eta_s"] == pytest.approx(
         (30 + 5 * 50) / 2
     )  # five wait or start, 50 s each, in two slots
@@ -220,6 +220,24 @@ def test_watch_ends_when_nothing_runs(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_no_study_there(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="holds no study.json and no runs"):
         study_status(tmp_path)
+    (tmp_path / LOCK_FILE).write_text(json.dumps({**GONE, "host": HOST}))
+    with pytest.raises(UsageError, match="holds no study.json and no runs"):
+        study_status(tmp_path)
+
+
+def test_who_packs_or_tests_is_no_launcher_yet_and_not_nobody(tmp_path: Path) -> None:
+    (tmp_path / LOCK_FILE).write_text(json.dumps({**me(), "host": HOST}))
+    while_packing = study_status(tmp_path)  # nothing is laid out
+    assert (while_packing["runs"], while_packing["launcher"]["preparing"]) == ([], True)
+    study_of(tmp_path, ["one"])
+    launched(tmp_path, GONE)  # of an earlier time
+    found = study_status(tmp_path)
+    assert found["launcher"] == {"alive": False, "slots": 2, "preparing": True}
+    console = Console(width=100, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
+    console.print(status_screen.status_view(found))
+    assert "tiny: a launcher prepares: it packs data or tests the FP8 arithmetic;" in console.export_text()
+    launched(tmp_path, me())
+    assert study_status(tmp_path)["launcher"]["preparing"] is False
 
 
 def test_a_ledger_cut_by_a_kill_is_read(tmp_path: Path) -> None:

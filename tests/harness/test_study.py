@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 
 from fp8parity import matrix, study
 from fp8parity.errors import UsageError
+from fp8parity.process import LOCK_FILE
 from fp8parity_analysis import schema
 
 from .conftest import WriteRecipe
@@ -56,7 +58,10 @@ def test_another_recipe_is_refused(lay_out: LayOut) -> None:
         match=r"'tiny' with 8 runs that .* does not describe .*optim.lr is 0.003 there and 0.5 in the.*another --out",
     ):
         lay_out({"base": {"optim": {"lr": 0.5}}})
-    with pytest.raises(UsageError, match="use another --out directory"):
+    with pytest.raises(
+        UsageError,
+        match=r"holds study 'tiny' with the same runs, .* is called 'other' .*write name: tiny in it",
+    ):
         lay_out({"name": "other"})
 
 
@@ -115,7 +120,10 @@ def test_changed_margin_keeps_the_criteria_of_the_launch(lay_out: LayOut, tmp_pa
             {"batch_size": 4096},
             "training tokens make .* fewer than train.batch_size 4096; use a larger corpus",
         ),
-        ({"eval_sequences": 9999}, "held-out tokens make .* fewer than train.eval_sequences 9999"),
+        (
+            {"eval_sequences": 9999},
+            "held-out tokens make .* fewer than .* 9999; pack it again with a larger --held-out",
+        ),
         ({"context": 65536}, "training tokens make 0 windows of train.context 65536"),
     ],
 )
@@ -143,8 +151,10 @@ def test_lock_keeps_a_second_launcher_out(tmp_path: Path) -> None:
         study.lock(tmp_path),
     ):
         pass
+    holder = LOCK_FILE
     with study.lock(tmp_path):
-        pass
+        assert read(tmp_path / holder)["pid"] == os.getpid()  # the refused one above has not emptied it
+    assert (tmp_path / holder).read_text() == ""
 
 
 def test_kept_gemms_are_an_ordered_axis(write_recipe: WriteRecipe, lay_out: LayOut, tmp_path: Path) -> None:

@@ -97,6 +97,6 @@ def show_selftest(console: Console, report: SelftestReport) -> None:
         console.print(Text(f"FAULT {label}: {fault.text}", style="red"))
     tested = sum(subject.status != "not_run" for subject in report.subjects)
     verdict = f"{len(faults)} fault{'s' if len(faults) > 1 else ''}" if faults else "right"
-    console.print(
-        f"\n{verdict}: {tested} of {len(report.subjects)} tested in {report.seconds:.0f} s", highlight=False
-    )
+    left_out = len(report.subjects) - tested
+    more = f", {left_out} not run" if left_out else ""
+    console.print(f"\n{verdict}: {tested} tested{more}, in {report.seconds:.0f} s", highlight=False)
