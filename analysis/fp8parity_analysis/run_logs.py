@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
+from fp8parity_analysis import schema
 from fp8parity_analysis.arms import listed
 from fp8parity_analysis.errors import BadInputError
 from fp8parity_analysis.import_settings import ImportSettings, is_usual
@@ -94,21 +95,28 @@ def _chosen(split: str, tags: list[str], logs: Sequence[RunLog], source: str) ->
 
 
 def _parts(log: RunLog, kept: Sequence[str], settings: ImportSettings) -> Iterator[pd.DataFrame]:
-    for tag in kept:
-        if tag not in log.metrics:
-            continue
-        if log.named is None:
-            raise BadInputError(unnamed(log.label, settings))
-        steps, losses = log.metrics[tag]
-        last = int(steps.max()) if len(steps) else -1
-        ends = [(step, kind) for step, kind in _ends(log) if step > last]
-        yield pd.DataFrame(
-            {
-                "step": np.concatenate([steps, np.array([step for step, _ in ends], dtype=np.int64)]),
-                "loss": np.concatenate([losses, np.full(len(ends), np.nan)]),
-                CELL: np.array([*[LOSS_CELL] * len(steps), *(kind for _, kind in ends)], dtype=np.int8),
-            }
-        ).assign(split=settings.split_of(tag), **log.named)
+    if not log.metrics:
+        return
+    if log.named is None:
+        raise BadInputError(unnamed(log.label, settings))
+    tags = [tag for tag in kept if tag in log.metrics]
+    for tag in tags:
+        yield _rows(log, *log.metrics[tag]).assign(split=settings.split_of(tag), **log.named)
+    if not tags:  # its losses are called otherwise: it must not vanish from the comparison
+        yield _rows(log, np.zeros(0, np.int64), np.zeros(0)).assign(split=schema.HELD_OUT, **log.named)
+
+
+def _rows(log: RunLog, steps: IntArray, losses: FloatArray) -> pd.DataFrame:
+    """Return the losses and, after them, where the run and its source end; without any losses at least that."""
+    last = int(steps.max()) if len(steps) else -1
+    ends = [(step, kind) for step, kind in _ends(log) if step > last]
+    return pd.DataFrame(
+        {
+            "step": np.concatenate([steps, np.array([step for step, _ in ends], dtype=np.int64)]),
+            "loss": np.concatenate([losses, np.full(len(ends), np.nan)]),
+            CELL: np.array([*[LOSS_CELL] * len(steps), *(kind for _, kind in ends)], dtype=np.int8),
+        }
+    )
 
 
 def _ends(log: RunLog) -> tuple[tuple[int, int], ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from fp8parity_analysis.curves import runs_of_table
 from fp8parity_analysis.errors import BadInputError
 from fp8parity_analysis.import_settings import ImportSettings, is_usual
 from fp8parity_analysis.run_logs import Read, RunLog, read_of
@@ -58,6 +59,13 @@ def test_a_summary_of_one_point_is_no_curve() -> None:
 def test_metrics_that_compete_are_named_with_the_remedy(points: dict[str, int], named: str) -> None:
     with pytest.raises(BadInputError, match=f"here: run 1 has several metrics .*{named}"):
         read(log(0, **dict(list(points.items())[:1])), log(1, **points))
+
+
+def test_a_run_without_the_chosen_metric_does_not_vanish() -> None:
+    found = read(log(0, eval__loss=3, eval__aux_loss=3), log(1, eval__aux_loss=3))
+    assert found.table.loc[found.table["seed"] == 1, "loss"].isna().all()
+    runs, _ = runs_of_table(found.table)
+    assert [(run.seed, len(run.evals), run.train) for run in runs] == [(0, 1, None), (1, 0, None)]
 
 
 def test_every_run_may_have_its_own_name_for_the_loss() -> None:
