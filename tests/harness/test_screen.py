@@ -106,7 +106,7 @@ def test_status_and_selftest_name_things_as_they_are(name: str) -> None:
         "steps": 2,
         "alerts": [f"w{name}"],
     }
-    launcher = {"alive": True, "slots": 1}
+    launcher = {"alive": True, "slots": 1, "preparing": False}
     document = {"study": f"s{name}", "launcher": launcher, "counts": {}, "eta_s": None, "runs": [run]}
     console = terminal()
     console.print(status_screen.status_view(document))
