@@ -18,6 +18,7 @@ from fp8parity.errors import UsageError
 from fp8parity.judging import judge_study, write_results
 from fp8parity.ledger import STOPPED_EARLY
 from fp8parity.status import study_status
+from fp8parity.token_meta import read_meta
 from fp8parity_analysis import schema
 from fp8parity_analysis.errors import BadInputError
 from fp8parity_analysis.json_files import read_json
@@ -35,6 +36,7 @@ CHANGES = {"seeds": [0, 1, 2, 3], "null": None, "criteria": CRITERIA}
 def finish(run_dir: Path, gap: float) -> None:
     """Store a run as if it had been trained, its loss `gap` above its control's, give or take 0.02 %."""
     document = read_json(run_dir / schema.SPEC_FILE)
+    tokens = read_meta((run_dir / document["data_path"]).resolve()).sha256
     common = np.random.default_rng(document["seed"]).normal(0, 0.01)
     own = np.random.default_rng([document["seed"], len(document["arm"])]).normal(gap, 2e-4)
     writer = RunWriter(run_dir)
@@ -50,7 +52,7 @@ def finish(run_dir: Path, gap: float) -> None:
     )  # fmt: skip
     known = {
         "schema_version": schema.SCHEMA_VERSION, "run_id": run_dir.name, "status": "finished", "steps_done": STEPS,
-        "tokens": 64 * STEPS, "data_sha256": "d", "init_digest": str(document["seed"]), "environment": {},
+        "tokens": 64 * STEPS, "data_sha256": tokens, "init_digest": str(document["seed"]), "environment": {},
         "conversion": {}, "execution": {}, "effective": {}, "notes": [], "model": {}, "resumes": 0,
         "started_at": "2026-01-01T00:00:00+00:00", "finished_at": "2026-01-01T00:01:00+00:00", "wall_seconds": 60.0,
     }  # fmt: skip
