@@ -36,7 +36,7 @@ from .conftest import TINY, merged, passed_selftest
 
 pytest.importorskip("mlflow")
 
-SMALL = {"seeds": [0], "axes": {"precision.recipe": ["rowwise"]}, "criteria": {"margin": "40%"}}
+SMALL = {"seeds": [0], "axes": {"precision.recipe": ["rowwise"]}, "criteria": {"margin": "5%"}}
 Curves = dict[str, dict[str, bytes]]
 
 
