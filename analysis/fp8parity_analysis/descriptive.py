@@ -12,7 +12,7 @@ from fp8parity_analysis import gap as gaps
 from fp8parity_analysis.criteria import Criteria, EvalPrecision
 from fp8parity_analysis.pairing import build_pairs
 from fp8parity_analysis.reasons import percent, seeds_text
-from fp8parity_analysis.wording import level
+from fp8parity_analysis.wording import DESCRIBED, level
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -46,7 +46,7 @@ def described(item: Judged, criteria: Criteria) -> list[str]:
         measured = estimate.tested(ends[None], look, criteria)
         mean, lo, hi = float(measured.gap[0]), float(measured.lo[0]), float(measured.hi[0])
         interval = f", {level(look.alpha)} interval {percent(lo)} to {percent(hi)}" if np.isfinite(lo) else ""
-        lines.append(f"described only: gap {percent(mean)} on {name} from {seeds_text(len(rows))}{interval}")
+        lines.append(f"{DESCRIBED}: gap {percent(mean)} on {name} from {seeds_text(len(rows))}{interval}")
         signs.add(mean > 0)
     if len(signs) > 1:
         lines.append(

@@ -20,7 +20,7 @@ from fp8parity_analysis.report_model import Table
 from fp8parity_analysis.schema import Gate, Outcome
 from fp8parity_analysis.summary import escape
 from fp8parity_analysis.verdict import strict_json
-from fp8parity_analysis.wording import GATE_WORDS
+from fp8parity_analysis.wording import GATE_WORDS, is_note
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -308,6 +308,7 @@ def page(model: NightlyModel) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    environment.tests["note"] = is_note  # of the macros that both pages share
     text = environment.get_template("nightly.html.j2").render(
         model=model,
         findings=[(*_BADGE[item.state], item.text, _when(item)) for item in found.findings],

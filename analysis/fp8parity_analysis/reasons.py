@@ -65,8 +65,9 @@ class Finding:
 
 
 def percent(value: float, digits: int = 3) -> str:
-    """Return a fraction of the loss as signed per cent."""
-    return f"{100 * value:+.{digits}f} %"
+    """Return a fraction of the loss as signed per cent; what rounds to zero has no sign."""
+    text = f"{100 * value:+.{digits}f}"
+    return f"{text if float(text) else text[1:]} %"
 
 
 def _unsigned(value: float) -> str:
@@ -274,6 +275,9 @@ def _next(finding: Finding) -> Iterator[str]:
 
 def _seeds_next(finding: Finding) -> str:
     n, advice, looks = finding.look.n_seeds, finding.advice, finding.criteria.looks
+    if advice.seeds is not None and finding.basis.kind == "none":
+        more = seeds_text(advice.seeds - n)
+        return f"next: {more} more ({advice.seeds} in all) measure the noise first; what settles it is open till then"
     if advice.seeds is not None:
         return f"next: {seeds_text(advice.seeds - n)} more ({advice.seeds} in all) should settle it"
     if looks and n >= looks[-1]:

@@ -149,7 +149,7 @@ def _shared_warnings(findings: Sequence[Finding]) -> tuple[str, ...]:
     if len(findings) < 2:
         return ()
     common = set.intersection(*(set(item.warnings) for item in findings))
-    return tuple(text for text in findings[0].warnings if text in common)
+    return tuple(text for text in findings[0].warnings if text in common and not wording.is_note(text))
 
 
 def _without_repeats(model: ReportModel) -> ReportModel:
@@ -184,7 +184,7 @@ def to_json(model: ReportModel) -> str:
 
 @lru_cache(maxsize=1)
 def _environment() -> Environment:
-    return Environment(
+    environment = Environment(
         loader=PackageLoader("fp8parity_analysis"),
         autoescape=True,
         undefined=StrictUndefined,
@@ -192,6 +192,8 @@ def _environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    environment.tests["note"] = wording.is_note
+    return environment
 
 
 def _keep_units(value: object) -> object:

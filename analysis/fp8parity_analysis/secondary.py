@@ -121,10 +121,10 @@ def token_cost(
 ) -> Mapping[str, Any] | None:
     """Return the extra tokens that close the gap, with interval, and whether the speed-up pays for them.
 
-    None when the control's loss does not fall over its last third, so that no price can be given, and in forks, whose
-    loss falls as their schedule makes it.
+    None when the control's loss does not fall over its last third, so that no price can be given, in forks, whose
+    loss falls as their schedule makes it, and for a null arm: nobody buys BF16 with BF16.
     """
-    if is_fork(pairs.arm):
+    if is_fork(pairs.arm) or pairs.arm.null_arm:
         return None
     mean_control = gaps.seed_mean(pairs.control_log[rows])
     slope = tokens.log_slope(mean_control, pairs.steps.astype(np.float64))

@@ -6,6 +6,7 @@ import re
 from typing import TYPE_CHECKING
 
 from fp8parity_analysis.report_tensor import summary_lines
+from fp8parity_analysis.wording import is_note
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -56,7 +57,8 @@ def _lines(model: ReportModel) -> Iterator[str]:
         yield f"### {_item(item.recipe)}"
         yield ""
         yield from (f"- {_item(text)}" for text in (item.sentence, *item.reasons))
-        yield from (f"- **Warning:** {escape(text)}" for text in item.warnings)
+        yield from (f"- {escape(text)}" for text in item.warnings if is_note(text))
+        yield from (f"- **Warning:** {escape(text)}" for text in item.warnings if not is_note(text))
     for text in summary_lines(model.tensor):
         yield ""
         yield _item(text)

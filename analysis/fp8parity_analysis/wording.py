@@ -48,6 +48,15 @@ _NAMED, _NAMED_WIDTH = 3, 48
 """Up to so many recipes, with names of so many characters in all, are named in the headline."""
 
 
+DESCRIBED = "described only"
+"""How lines about another held-out set or forward begin: notes among the warnings, which warn of nothing."""
+
+
+def is_note(warning: str) -> bool:
+    """Whether a line of a verdict's warnings only describes something beside it."""
+    return warning.startswith(DESCRIBED)
+
+
 def level(alpha: float) -> str:
     """Return the two-sided level of an interval whose one-sided tests have size `alpha`: `90 %`."""
     percent = f"{100 * (1 - 2 * alpha):.4g} %"
@@ -91,7 +100,9 @@ def _inconclusive(verdict: Verdict) -> str:
         why = "one pair says nothing about its own noise"
         if "anytime" in verdict.basis:
             why = verdict.basis
-        return f"is not settled: {why}{_more_seeds(verdict)}"
+        need = verdict.need_seeds
+        first = f"; {fmt.plural(need, 'seed')} in all measure it first" if need and need > 1 else ""
+        return f"is not settled: {why}{first}"
     high = verdict.interval[1]
     if high is not None and high < verdict.margin and verdict.reasons:
         # the interval alone would pass: the first reason says what forbids it

@@ -29,7 +29,12 @@ Recipe = Annotated[Path, typer.Argument(help="Recipe file (YAML).", show_default
 # Typer carries its own copy of click, older ones use the installed package; either way this is the base class.
 _ClickError: Any = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
+FLAG = ""
+"""What --help shows as the type of an option that takes no value."""
+
+AsJson = Annotated[
+    bool, typer.Option("--json", metavar=FLAG, help="Print one JSON document and nothing else.")
+]
 
 
 def _print_json(document: Any) -> None:
@@ -53,14 +58,13 @@ def plan(recipe: Recipe, as_json: AsJson = False) -> None:
         _print_json(document)
         return
     from rich.console import Console
-    from rich.text import Text
 
-    from fp8parity.screen import plan_table
+    from fp8parity.screen import plan_table, print_folded
 
     console = Console()
     console.print(plan_table(document))
     for line in document["words"]:
-        console.print(Text(line))
+        print_folded(console, line)
 
 
 @app.command()
@@ -73,7 +77,8 @@ def run(
         int | None, typer.Option("--slots", min=1, help="Runs at a time.", show_default="cores or GPUs")
     ] = None,
     any_verdict: Annotated[
-        bool, typer.Option("--any-verdict", help="Exit 0 for every valid verdict, whatever it says.")
+        bool,
+        typer.Option("--any-verdict", metavar=FLAG, help="Exit 0 for every valid verdict, whatever it says."),
     ] = False,
     mlflow_uri: Annotated[
         str | None,
@@ -89,7 +94,9 @@ def run(
 @app.command()
 def status(
     study: Annotated[Path, typer.Argument(help="A study directory, while it runs or after.")],
-    watch: Annotated[bool, typer.Option("--watch", help="Renew until nothing runs any more.")] = False,
+    watch: Annotated[
+        bool, typer.Option("--watch", metavar=FLAG, help="Renew until nothing runs any more.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Show where every run of a study stands: state, step, losses, time left, alerts. Changes nothing."""
@@ -139,14 +146,19 @@ def judge(
         Path | None, typer.Option(help="An earlier study whose noise floor is the run-to-run sd.")
     ] = None,
     null_matched: Annotated[
-        bool, typer.Option("--null-matched", help="Declare that nulls may be pooled.")
+        bool, typer.Option("--null-matched", metavar=FLAG, help="Declare that nulls may be pooled.")
     ] = False,
-    holm: Annotated[bool, typer.Option("--holm", help="Correct the verdicts over the recipes too.")] = False,
+    holm: Annotated[
+        bool, typer.Option("--holm", metavar=FLAG, help="Correct the verdicts over the recipes too.")
+    ] = False,
     speedup: Annotated[
         float | None, typer.Option(help="FP8's throughput over BF16's; weighed against a gap's token cost.")
     ] = None,
     allow_prefix: Annotated[
-        bool, typer.Option("--allow-prefix", help="Judge a shorter run on the common prefix, labelled so.")
+        bool,
+        typer.Option(
+            "--allow-prefix", metavar=FLAG, help="Judge a shorter run on the common prefix, labelled so."
+        ),
     ] = False,
     split: Annotated[str | None, typer.Option(help="The held-out set that decides.")] = None,
     preset: Annotated[str | None, typer.Option(help="Tag names of torchtitan, megatron or nemo.")] = None,
@@ -243,7 +255,9 @@ def ui(
     port: Annotated[
         int | None, typer.Option(min=1, max=65535, help="Port on loopback.", show_default="a free one")
     ] = None,
-    no_browser: Annotated[bool, typer.Option("--no-browser", help="Print the link, open nothing.")] = False,
+    no_browser: Annotated[
+        bool, typer.Option("--no-browser", metavar=FLAG, help="Print the link, open nothing.")
+    ] = False,
 ) -> None:
     """Mirror into MLflow, serve it on loopback and open the charts, grouped by recipe."""
     from fp8parity.ui import show
@@ -278,8 +292,12 @@ def selftest(
         list[str] | None,
         typer.Option("--recipe", help="RECIPE, RECIPE/BACKEND or RECIPE/BACKEND/master.", show_default="all"),
     ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="The short form that `run` does first.")] = False,
-    compiled: Annotated[bool, typer.Option("--compile", help="One compiled linear per recipe too.")] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", metavar=FLAG, help="The short form that `run` does first.")
+    ] = False,
+    compiled: Annotated[
+        bool, typer.Option("--compile", metavar=FLAG, help="One compiled linear per recipe too.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Test whether this machine's FP8 arithmetic is right. Exit 0 right, 12 a fault, named. Trains nothing."""

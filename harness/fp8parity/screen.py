@@ -15,6 +15,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from fp8parity.folding import Name, folded
 from fp8parity.jobs import RunState
 
 if TYPE_CHECKING:
@@ -84,8 +85,13 @@ def show_unfinished(console: Console, states: Sequence[RunState]) -> None:
 
 
 def percent(value: float | None) -> str:
-    """Return a fraction of the loss as a signed percentage."""
-    return "–" if value is None else f"{100 * value:+.2f} %"
+    """Return a fraction of the loss as a signed percentage; what rounds to zero has no sign."""
+    return "–" if value is None else f"{_signed(value)} %"
+
+
+def _signed(value: float) -> str:
+    text = f"{100 * value:+.2f}"
+    return text if float(text) else text[1:]
 
 
 def interval_text(bounds: tuple[float | None, float | None]) -> str:
@@ -93,7 +99,7 @@ def interval_text(bounds: tuple[float | None, float | None]) -> str:
     low, high = bounds
     if low is None and high is None:
         return "–"
-    shown = ["−∞" if low is None else f"{100 * low:+.2f}", "∞" if high is None else f"{100 * high:+.2f}"]
+    shown = ["−∞" if low is None else _signed(low), "∞" if high is None else _signed(high)]
     return f"[{shown[0]}, {shown[1]}]"
 
 
@@ -113,7 +119,7 @@ def verdict_table(judgement: Judgement) -> Table:
     for verdict in judgement.verdicts:
         outcome = Text(verdict.outcome.value, style=_GATE_STYLE[verdict.gate.value])
         table.add_row(
-            Text(verdict.recipe),
+            Name(verdict.recipe),
             outcome.append("*" if verdict.provisional else ""),
             percent(verdict.gap),
             interval_text(verdict.interval),
@@ -136,13 +142,16 @@ def _levels(judgement: Judgement) -> str:
 
 def _print_words(console: Console, verdict: Verdict) -> None:
     console.print(Text(f"\n{verdict.recipe}", style="bold"))
+    from fp8parity_analysis.wording import is_note
+
     lines = [
         *(("", reason) for reason in verdict.reasons),
-        *(("yellow", f"warning: {w}") for w in verdict.warnings),
+        *(("", warning) for warning in verdict.warnings if is_note(warning)),
+        *(("yellow", f"warning: {w}") for w in verdict.warnings if not is_note(w)),
     ]
     for style, line in lines:
         grid = Table.grid(padding=(0, 1))
-        grid.add_row(" •", Text(line, style=style))
+        grid.add_row(" •", Text(folded(line, console.width - 4), style=style))
         console.print(grid, highlight=False)
 
 
@@ -169,19 +178,33 @@ def show_judgement(console: Console, judgement: Judgement) -> None:
     for verdict in judgement.verdicts:
         _print_words(console, verdict)
     for contrast in judgement.contrasts:
-        console.print(Text(f"\n{_contrast_words(contrast, judgement.criteria)}"))
+        console.print()
+        print_folded(console, _contrast_words(contrast, judgement.criteria))
+
+
+def print_folded(console: Console, words: str) -> None:
+    """Print a sentence whose numbers keep their unit beside them."""
+    console.print(Text(folded(words, console.width)))
 
 
 def plan_table(document: dict[str, Any]) -> Table:
-    """Return the plan's runs grouped by cell and arm."""
+    """Return the plan's runs grouped by cell and arm; no name is cut."""
     title = f"{document['study']}: {document['runs']} runs, {document['pairs']} pairs"
-    table = Table(title=Text(title, style="table.title"), title_justify="left")
-    for heading in ("cell", "arm", "seeds", "steps", "tokens per run", "GEMMs' FLOPs in FP8"):
-        table.add_column(heading, justify="left" if heading in ("cell", "arm") else "right")
+    table = Table(
+        title=Text(title, style="table.title"),
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        caption="FP8: share of the GEMMs' FLOPs",
+        caption_justify="left",
+    )
+    for heading in ("cell", "arm", "runs", "steps", "tokens per run", "FP8"):
+        left = heading in ("cell", "arm")
+        table.add_column(heading, justify="left" if left else "right", no_wrap=not left)
     for arm in document["arms"]:
         table.add_row(
-            Text(arm["group"]),
-            Text(arm["arm"]),
+            Name(arm["group"]),
+            Name(arm["arm"]),
             str(arm["runs"]),
             str(arm["steps"]),
             f"{arm['tokens_per_run']:,}",

@@ -353,6 +353,10 @@ def test_every_outcome_has_a_title_and_one_sentence(outcome: Outcome) -> None:
             verdict("r", Outcome.INCONCLUSIVE, 0.001, n_seeds=1),
             "r is not settled: one pair says nothing about its own noise.",
         ),
+        (
+            verdict("r", Outcome.INCONCLUSIVE, 0.001, n_seeds=1, need_seeds=5),
+            "r is not settled: one pair says nothing about its own noise; 5 seeds in all measure it first.",
+        ),
         (verdict("r", Outcome.INVALID, reasons=("data differ.",)), "r cannot be judged: data differ."),
         (
             verdict("r", Outcome.IDENTICAL, 0.0, gate=Gate.PASS),

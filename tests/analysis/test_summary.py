@@ -62,7 +62,11 @@ def test_reasons_and_warnings_are_list_items_under_their_recipe() -> None:
     text = rendered(hand_judgement())
     assert "### tensorwise\n\n- tensorwise is worse" in text
     assert "- worse: above the margin\n- next: look\n" in text
-    assert "- **Warning:** described only: gap +0.05 %" in text
+    assert "\n- described only: gap +0.05 %" in text  # a note, no warning
+    judgement = hand_judgement()
+    first = replace(judgement.verdicts[0], warnings=("look out",))
+    text = rendered(replace(judgement, verdicts=(first, *judgement.verdicts[1:])))
+    assert "\n- **Warning:** look out" in text
 
 
 def test_hostile_text_stays_text() -> None:

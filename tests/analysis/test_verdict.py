@@ -351,3 +351,16 @@ class TestEndpoints:
         dear = of(study(n=8, size=0.02), speedup=1.05).verdicts[0].token_cost
         assert (cheap["worth_it"], dear["worth_it"]) == ("yes", "no")
         assert cheap["net_gain_interval"][0] < cheap["net_gain"] < cheap["net_gain_interval"][1]
+
+    def test_nobody_buys_bf16_with_bf16(self):
+        table = pd.concat([study(n=5), study(n=5, seed=1, arms=("bf16_null",)).query("arm == 'bf16_null'")])
+        judgement = of(table, speedup=1.25)
+        priced = {item.recipe: item.token_cost is not None for item in judgement.verdicts}
+        assert priced == {"fp8": True, "bf16_null": False}
+        null = next(item for item in judgement.verdicts if item.recipe == "bf16_null")
+        assert not any("worth it" in reason for reason in null.reasons)
+
+    def test_one_pair_is_promised_nothing_but_a_measure_of_its_noise(self):
+        reasons = of(study(n=1)).verdicts[0].reasons
+        assert reasons[-1].startswith("next: 4 seeds more (5 in all) measure the noise first")
+        assert not any("should settle" in reason for reason in reasons)

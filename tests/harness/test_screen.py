@@ -169,7 +169,7 @@ def test_without_an_interval_no_level_is_stated() -> None:
     [
         ((None, None, 3), {"looks": (5, 8)}, "+0.10 %, no interval before the look at 5 seeds, 3 seeds"),
         ((None, None, 1), {}, "+0.10 %, no interval, 1 seed"),
-        ((0.0, 0.002, 5), {"looks": (5, 8)}, "+0.10 %, 95 % interval [+0.00, +0.20], 5 seeds"),
+        ((0.0, 0.002, 5), {"looks": (5, 8)}, "+0.10 %, 95 % interval [0.00, +0.20], 5 seeds"),
     ],
 )
 def test_contrasts_in_words(contrast: tuple, settings: dict, said: str) -> None:
@@ -177,3 +177,40 @@ def test_contrasts_in_words(contrast: tuple, settings: dict, said: str) -> None:
     found = Contrast("a", "b", 0.001, (lo, hi), None, seeds)
     told = replace(judged(4, "a"), criteria=Criteria(**settings), contrasts=(found,))
     assert shown(told).splitlines()[-1] == f"a against b: {said}"
+
+
+def test_what_rounds_to_zero_has_no_sign() -> None:
+    assert [screen.percent(value) for value in (-1e-6, 1e-6, -0.0004)] == ["0.00 %", "0.00 %", "-0.04 %"]
+    assert screen.interval_text((-1e-6, 0.001)) == "[0.00, +0.10]"
+
+
+def test_a_note_is_no_warning() -> None:
+    judgement = judged(4, "rowwise")
+    note = "described only: gap +0.100 % on code (bf16 forward) from 4 seeds"
+    noted = replace(judgement.verdicts[0], warnings=("look out", note))
+    lines = shown(replace(judgement, verdicts=(noted,))).splitlines()
+    said = [line.strip(" •") for line in lines]
+    assert note in said
+    assert "warning: look out" in said
+
+
+def test_plan_rows_are_told_apart_at_80_columns() -> None:
+    def arm(name: str, step: int) -> dict[str, object]:
+        return {
+            "group": f"d128l3-step={step}-schedule=restart",
+            "arm": name,
+            "runs": 3,
+            "steps": 20000,
+            "tokens_per_run": 65_536_000,
+            "fp8_flop_share": 0.33,
+        }
+
+    arms = [
+        arm(name, step) for step in (100, 200) for name in ("rowwise_with_gw_hp", "rowwise-switch_at=15000")
+    ]
+    console = Console(file=io.StringIO(), width=80, color_system=None)
+    console.print(screen.plan_table({"study": "s", "runs": 12, "pairs": 12, "arms": arms}))
+    text = printed(console)
+    assert max(map(len, text.splitlines())) <= 80
+    assert "…" not in text
+    assert all(text.count(part) == 2 for part in ("step=100", "step=200", "gw_hp", "15000"))
