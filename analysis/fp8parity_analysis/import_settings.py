@@ -31,6 +31,9 @@ PRESETS: dict[str, dict[str, str]] = {
 KNOWN = (*schema.EXTERNAL_COLUMNS, *schema.EXTERNAL_OPTIONAL_COLUMNS)
 """Columns of ours that a table may have."""
 
+MIRRORED = f"{schema.HELD_OUT}/{schema.EVAL_BF16}"
+"""Metric of the held-out loss in what `fp8parity mlflow` writes; its name does not say that it is a loss."""
+
 _HELD_OUT_WORDS = frozenset(
     ("val", "valid", "validation", "eval", "evaluation", "test", "held", "heldout", "dev")
 )
@@ -43,8 +46,8 @@ def words_of(tag: str) -> tuple[str, ...]:
 
 
 def is_loss(tag: str) -> bool:
-    """Whether a metric's name ends in the word loss."""
-    return words_of(tag)[-1:] == ("loss",)
+    """Whether a metric's name ends in the word loss, or is the one that `fp8parity mlflow` gives the held-out loss."""
+    return words_of(tag)[-1:] == ("loss",) or tag == MIRRORED
 
 
 def is_usual(tag: str) -> bool:

@@ -47,7 +47,7 @@ def runs_table(states: Sequence[RunState], finished_before: int) -> Table:
         if state.state in ("running", "starting"):
             loss = "" if state.loss is None else f"{state.loss:.4f}"
             step = f"{state.step}/{state.steps}"
-            table.add_row(Text(state.run_id), state.state, step, loss, seconds_text(state.seconds_left))
+            table.add_row(Name(state.run_id), state.state, step, loss, seconds_text(state.seconds_left))
     return table
 
 

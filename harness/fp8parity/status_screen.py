@@ -12,6 +12,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from fp8parity.folding import Name
 from fp8parity.screen import seconds_text
 from fp8parity.status import ENDED, study_status
 
@@ -43,7 +44,7 @@ def _cells(runs: list[dict[str, Any]]) -> Table:
     for (group, arm), own in grouped.items():
         done, steps = sum(r["step"] for r in own), sum(r["steps"] for r in own)
         share = f"{100 * done / max(1, steps):.0f} %"
-        table.add_row(Text(group), Text(arm), _states(Counter(r["state"] for r in own)), share)
+        table.add_row(Name(group), Name(arm), _states(Counter(r["state"] for r in own)), share)
     return table
 
 
@@ -54,7 +55,7 @@ def _running(runs: list[dict[str, Any]]) -> Table:
     for run in runs[:SHOWN]:
         rate = "" if run["tokens_per_s"] is None else f"{run['tokens_per_s']:,.0f}"
         table.add_row(
-            Text(run["run_id"]),
+            Name(run["run_id"]),
             Text(run["stage"]),
             f"{run['step']}/{run['steps']}",
             _loss(run["train_loss"]),

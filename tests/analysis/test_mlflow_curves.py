@@ -148,3 +148,9 @@ def test_what_is_no_loss_and_what_is_no_number_is_told(uri: str, write: Write, t
     write("seedless", tags={"fp8": {"seed": "three"}})
     with pytest.raises(BadInputError, match=r"mlflow run 'run fp8 \d': seed: 'three' is not a whole number"):
         read_curves(["mlflow:seedless"], ImportSettings(tracking_uri=uri))
+
+
+def test_our_own_mirror_needs_no_tag(uri: str, write: Write) -> None:
+    write("mirror", metric="held_out/bf16")
+    write("plain")
+    assert verdict(uri, "mlflow:mirror").gap == verdict(uri, "mlflow:plain").gap
