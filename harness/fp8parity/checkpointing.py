@@ -13,6 +13,7 @@ from types import FrameType
 
 import lightning as L
 import torch
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from fp8parity.after_step import AfterStep
 from fp8parity.errors import InterruptedRunError, UsageError
@@ -175,11 +176,15 @@ class StopOnSignal(AfterStep):
     def as_interruption(self) -> Iterator[None]:
         """Turn the exit that Lightning makes of a signal before the first step into an `InterruptedRunError`.
 
-        Between its own handlers and ours a SIGTERM ends as an exit, too, which no other part asks for.
+        Also of one that came between its own handlers and ours. An exit that somebody's code asks for stays one.
         """
         try:
             yield
-        except (SystemExit, KeyboardInterrupt) as error:
+        except SystemExit as error:
+            if isinstance(error.__context__, KeyboardInterrupt):
+                self.received = self.received or signal.SIGINT
+            elif not isinstance(error, SIGTERMException):
+                raise
             raise InterruptedRunError(
                 f"{self._name} received before the next step: nothing was lost; run the same command again"
             ) from error

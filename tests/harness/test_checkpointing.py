@@ -155,6 +155,18 @@ def test_a_signal_before_the_first_step_interrupts_at_once(
     assert_same_numbers(whole, stopped)
 
 
+def test_an_exit_that_the_users_code_asks_for_is_no_signal(
+    lay_out: LayOut, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def leaves(*_: Any) -> None:
+        raise SystemExit(3)
+
+    monkeypatch.setattr(LMModule, "training_step", leaves)
+    with pytest.raises(SystemExit) as caught:
+        runner.train(lay_out(CHANGES)["bf16-0"])
+    assert caught.value.code == 3
+
+
 def test_a_signal_after_the_last_step_of_a_phase_interrupts_between_them(
     lay_out: LayOut, monkeypatch: pytest.MonkeyPatch
 ) -> None:

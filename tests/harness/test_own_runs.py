@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 
 from fp8parity import runner
-from fp8parity.errors import UsageError
+from fp8parity.errors import InterruptedRunError, UsageError
 from fp8parity.judging import judge_study
 from fp8parity_analysis import schema
 from fp8parity_analysis.json_files import read_json
@@ -94,7 +94,7 @@ def test_a_killed_run_resumes_to_the_same_numbers(lay_out: LayOut, monkeypatch: 
             raise KeyboardInterrupt
 
     monkeypatch.setattr(RunWriter, "append_curve", dying)
-    with pytest.raises((KeyboardInterrupt, SystemExit)):
+    with pytest.raises(InterruptedRunError, match="SIGINT received"):
         runner.train(killed)
     monkeypatch.setattr(RunWriter, "append_curve", append)
     assert runner.train(killed) == 0
