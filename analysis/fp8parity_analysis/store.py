@@ -54,9 +54,12 @@ class _Stream:
     def _cut(self, resume_step: int) -> None:
         if not self.path.exists():
             return
-        kept = [row for row in _complete_rows(self.path) if row["step"] <= resume_step]
+        kept = [row for row in whole_rows(self.path) if row["step"] <= resume_step]
         temporary = self.path.with_name(self.path.name + ".tmp")
-        temporary.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
+        with temporary.open("w", encoding="utf-8") as handle:
+            handle.writelines(json.dumps(row) + "\n" for row in kept)
+            handle.flush()
+            os.fsync(handle.fileno())  # these rows were safe: a power cut now must not lose them
         os.replace(temporary, self.path)
 
     def append(self, rows: Iterable[Mapping[str, Any]]) -> None:
@@ -68,14 +71,34 @@ class _Stream:
             self._handle.write(json.dumps({name: row[name] for name in self._columns}) + "\n")
         self._handle.flush()
 
+    def sync(self) -> None:
+        os.fsync(self._handle.fileno())
+
     def close(self) -> None:
         self._handle.close()
 
 
-def _complete_rows(path: Path) -> list[dict[str, Any]]:
-    text = path.read_text(encoding="utf-8")
-    whole = text[: text.rfind("\n") + 1]
-    return [json.loads(line) for line in whole.splitlines() if line]
+def whole_rows(path: Path) -> list[dict[str, Any]]:
+    """Return the rows of a stream up to its first damaged line: what a kill or a power cut has left whole.
+
+    A row has a whole number as its `step`. A stream that is not there has none.
+    """
+    rows = []
+    for line in path.read_bytes().split(b"\n")[:-1] if path.exists() else ():
+        try:
+            row = json.loads(line.decode("utf-8"))
+        except ValueError:
+            break
+        if not isinstance(row, dict) or not isinstance(row.get("step"), int):
+            break
+        rows.append(row)
+    return rows
+
+
+def first_missing_step(steps: Iterable[int], last: int) -> int | None:
+    """Return the first of the steps 1 to `last` that does not stand at its place in `steps`; None if all do."""
+    found = iter(steps)
+    return next((step for step in range(1, last + 1) if next(found, None) != step), None)
 
 
 def _write_part(path: Path, rows: Iterable[Mapping[str, Any]], columns: tuple[str, ...]) -> None:
@@ -103,8 +126,9 @@ class RunWriter:
     """Writes the curves and tensor statistics of one run: `append_*` while it trains, `finish` once at its end.
 
     `resume_step` is the optimizer step training continues from: later rows, left by a killed process, are cut
-    off first, so no step stands twice. Rows must carry exactly the columns of `schema.CURVE_COLUMNS` (and
-    `extra_columns`, of `schema.CURVE_OPTIONAL_COLUMNS`) or `schema.EVAL_COLUMNS`. Losses may be NaN or infinite.
+    off first, so no step stands twice; so is what follows a damaged line (`whole_rows` says what is left). Rows must
+    carry exactly the columns of `schema.CURVE_COLUMNS` (and `extra_columns`, of `schema.CURVE_OPTIONAL_COLUMNS`) or
+    `schema.EVAL_COLUMNS`. Losses may be NaN or infinite.
     Errors: `OSError` when the disk is full or read-only.
     """
 
@@ -137,17 +161,26 @@ class RunWriter:
         _write_part(folder / f"signals-{step:05d}.parquet", signals, tensor_schema.SIGNAL_COLUMNS)
         _write_part(folder / f"part-{step:05d}.parquet", casts, tensor_schema.CAST_COLUMNS)
 
-    def finish(self, manifest: Mapping[str, Any]) -> None:
-        """Write the Parquet files, then the manifest by rename: after it the run counts as ended."""
+    def sync(self) -> None:
+        """Have the rows on the disk, not in the kernel's memory only: before a checkpoint that continues them."""
+        self._curve.sync()
+        self._evals.sync()
+
+    def finish(self, manifest: Mapping[str, Any], *, every_step: bool = False) -> None:
+        """Write the Parquet files, then the manifest by rename: after it the run counts as ended.
+
+        With `every_step` the curve must hold each step from 1 to the manifest's `steps_done` once, in order;
+        `BadInputError` otherwise, before anything is written.
+        """
         missing = sorted(set(schema.MANIFEST_KEYS) ^ (set(manifest) - set(schema.MANIFEST_OPTIONAL_KEYS)))
         if missing:
             raise ValueError(f"manifest keys differ from the schema in {missing}")
         self.close()
-        for stream, target, columns in (
-            (schema.CURVE_STREAM, schema.CURVE_FILE, self._curve_columns),
-            (schema.EVAL_STREAM, schema.EVAL_FILE, schema.EVAL_COLUMNS),
-        ):
-            table = read_stream(self.run_dir / stream, columns)
+        curve = read_stream(self.run_dir / schema.CURVE_STREAM, self._curve_columns)
+        evals = read_stream(self.run_dir / schema.EVAL_STREAM, schema.EVAL_COLUMNS)
+        if every_step:
+            _require_every_step(self.run_dir / schema.CURVE_STREAM, curve, int(manifest["steps_done"]))
+        for table, target in ((curve, schema.CURVE_FILE), (evals, schema.EVAL_FILE)):
             temporary = self.run_dir / (target + ".tmp")
             table.to_parquet(temporary, index=False)
             os.replace(temporary, self.run_dir / target)
@@ -157,6 +190,16 @@ class RunWriter:
         """Close the streams; the run stays resumable."""
         self._curve.close()
         self._evals.close()
+
+
+def _require_every_step(path: Path, curve: pd.DataFrame, last: int) -> None:
+    missing = first_missing_step(curve["step"], last)
+    if missing is not None or len(curve) != last:
+        where = "a step stands twice" if missing is None else f"step {missing} is not where it should be"
+        raise BadInputError(
+            f"{path}: holds {len(curve)} rows for {last} steps ({where}), so this is no result; run again: it begins "
+            "before the gap"
+        )
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import time
 import zipfile
@@ -19,7 +20,9 @@ from fp8parity.after_step import AfterStep
 from fp8parity.errors import InterruptedRunError, UsageError
 from fp8parity.module import LMModule
 from fp8parity.recorder import CurveRecorder
-from fp8parity.spec import RunSpec
+from fp8parity.spec import RunSpec, TrainSpec
+from fp8parity_analysis import schema
+from fp8parity_analysis.store import first_missing_step, whole_rows
 
 
 class Checkpointer(AfterStep):
@@ -67,6 +70,7 @@ class Checkpointer(AfterStep):
         """Write a checkpoint of the current step."""
         self.recorder.flush()
         began = time.monotonic()
+        self.recorder.writer.sync()  # a checkpoint is worth nothing without the rows before it
         write_checkpoint(trainer, self.directory / f"step-{trainer.global_step:09d}.ckpt")
         for old in checkpoints(self.directory)[: -self.KEEP]:
             old.unlink()
@@ -102,20 +106,42 @@ def checkpoints(directory: Path) -> list[Path]:
     return sorted(directory.glob("step-*.ckpt"))
 
 
-def newest_intact(directory: Path) -> Path | None:
-    """Return the newest checkpoint whose every byte is there, or None; broken ones are set aside as `.broken`.
+def newest_usable(run_dir: Path, spec: RunSpec) -> Path | None:
+    """Return the newest checkpoint of the run that it can go on from, or None; others are set aside as `.broken`.
 
-    A checkpoint is a zip archive with a checksum per entry; reading it once takes far less than training it again.
+    Its every byte must be there, and in the streams every row up to its step: what a power cut took of them is trained
+    again, from the checkpoint before or from the start. Raises `UsageError` for another run's checkpoint.
     """
-    for path in reversed(checkpoints(directory)):
+    for path in reversed(checkpoints(run_dir / schema.CHECKPOINT_DIR)):
         if _is_intact(path):
-            return path
+            check_owner(path, spec)
+            lacking = lacking_rows(run_dir, spec.train, step_of(path))
+            if lacking is None:
+                return path
+            fault = f"cannot be continued ({lacking})"
+        else:
+            fault = "is damaged"
         aside = path.with_suffix(".broken")
         os.replace(path, aside)
-        print(
-            f"{path.name} is damaged: set aside as {aside.name}, the checkpoint before it is used", flush=True
-        )
+        print(f"{path.name} {fault}: set aside as {aside.name}", flush=True)
     return None
+
+
+def step_of(path: Path) -> int:
+    """Return the optimizer step of a checkpoint file."""
+    return int(path.stem.removeprefix("step-"))
+
+
+def lacking_rows(run_dir: Path, train: TrainSpec, step: int) -> str | None:
+    """Return what the streams lack of the rows up to `step`, or None: each step once, and each evaluation due."""
+    missing = first_missing_step((row["step"] for row in whole_rows(run_dir / schema.CURVE_STREAM)), step)
+    if missing is not None:
+        return f"{schema.CURVE_STREAM} lacks step {missing}"
+    evals = whole_rows(run_dir / schema.EVAL_STREAM)
+    taken = {(row["step"], row.get("eval_precision")) for row in evals}
+    due = range(train.eval_every, step + 1, train.eval_every)
+    absent = [at for at in due if not {(at, schema.EVAL_BF16), (at, schema.EVAL_ARM)} <= taken]
+    return f"{schema.EVAL_STREAM} lacks step {absent[0]}" if absent else None
 
 
 def owner_of(path: Path) -> str | None:
@@ -136,11 +162,21 @@ def check_owner(path: Path, spec: RunSpec) -> None:
 
 
 def _is_intact(path: Path) -> bool:
+    """Whether a checkpoint is all there: a zip archive with a checksum per entry, and a directory at its end.
+
+    Reading it once takes far less than training it again. The two readers notice different damage to the directory.
+    """
     try:
         with zipfile.ZipFile(path) as archive:
-            return archive.testzip() is None
-    except (zipfile.BadZipFile, EOFError, ValueError):
+            if archive.testzip() is not None:
+                return False
+    except Exception:  # a flipped bit may also read as encryption, an unknown method or a negative size
         return False
+    try:
+        owner_of(path)
+    except (RuntimeError, ValueError, EOFError, OSError, pickle.UnpicklingError):
+        return False  # of bytes whose checksums are right, so an error of another kind is no damage
+    return True
 
 
 class StopOnSignal(AfterStep):

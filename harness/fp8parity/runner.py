@@ -36,9 +36,9 @@ from fp8parity.checkpointing import (
     Checkpointer,
     SignalsBeforeTraining,
     StopOnSignal,
-    check_owner,
     checkpoints,
-    newest_intact,
+    newest_usable,
+    step_of,
 )
 from fp8parity.data import BatchPlan, Tokens, held_out_rows, open_tokens, training_tokens
 from fp8parity.errors import EXIT_DIVERGED, InterruptedRunError, UsageError
@@ -216,10 +216,6 @@ def _batch_plan(spec: RunSpec, tokens: Tokens, meta: TokenMeta) -> BatchPlan:
     )
 
 
-def _step_of(checkpoint: Path) -> int:
-    return int(checkpoint.stem.removeprefix("step-"))
-
-
 def _session(order: RunOrder, heartbeat: Heartbeat, gate: Gate) -> _Session:
     """Check everything that can be checked before training, then build the parts."""
     spec = order.spec
@@ -241,10 +237,8 @@ def _session(order: RunOrder, heartbeat: Heartbeat, gate: Gate) -> _Session:
         raise UsageError(f"model.{error}") from error
     plan = _batch_plan(spec, tokens, meta)
     held_out = torch.from_numpy(held_out_rows(tokens, meta, spec.train.context, spec.train.eval_sequences))
-    resume_from = newest_intact(order.run_dir / schema.CHECKPOINT_DIR)
-    if resume_from is not None:
-        check_owner(resume_from, spec)
-    done = _step_of(resume_from) if resume_from else 0
+    resume_from = newest_usable(order.run_dir, spec)
+    done = step_of(resume_from) if resume_from else 0
     phase = phase_after(spec, done)
     switches = spec.precision.switch_at is not None
     columns = {"precision": phase.spec.precision.recipe} if switches else {}
@@ -453,7 +447,7 @@ def _train_phase(order: RunOrder, gate: Gate, attempt: _Attempt) -> bool:
             session.stop.between_phases()
         if ended:
             heartbeat.enter("finish")
-            session.recorder.writer.finish(_manifest(session, attempt))
+            session.recorder.writer.finish(_manifest(session, attempt), every_step=True)
     finally:
         session.recorder.writer.close()
     return ended

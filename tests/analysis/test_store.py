@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,46 @@ def test_a_half_written_last_line_is_no_error_and_a_broken_one_is(tmp_path: Path
     path.write_text('{"step": 1}\n{"st\n{"step": 3}\n')
     with pytest.raises(BadInputError, match=r"s\.jsonl:2: is not JSON"):
         read_stream(path, ["step"])
+
+
+def test_resuming_keeps_the_rows_before_a_damaged_line(tmp_path: Path) -> None:
+    writer = begin(tmp_path / "r")
+    writer.append_curve([curve_row(step) for step in range(1, 5)])
+    writer.close()
+    stream = tmp_path / "r" / schema.CURVE_STREAM
+    lines = stream.read_bytes().split(b"\n")
+    stream.write_bytes(b"\n".join([lines[0], bytes(20), *lines[2:]]))
+    RunWriter(tmp_path / "r", resume_step=1).close()
+    assert list(read_run(tmp_path / "r").curve["step"]) == [1]
+
+
+@pytest.mark.parametrize(
+    ("steps", "done", "fault"),
+    [
+        ([1, 2, 3], 3, None),
+        ([1, 2], 3, "2 rows for 3 steps (step 3 is not where"),
+        ([1, 3], 3, "2 rows for 3 steps (step 2 is not where"),
+        ([1, 3, 2], 3, "3 rows for 3 steps (step 2 is not where"),
+        ([1, 2, 3, 3], 3, "4 rows for 3 steps (a step stands twice"),
+    ],
+)
+def test_a_curve_with_gaps_is_a_result_only_where_gaps_are_meant(
+    tmp_path: Path, steps: list[int], done: int, fault: str | None
+) -> None:
+    def finish(name: str, **options: bool) -> Path:
+        writer = begin(tmp_path / name)
+        writer.append_curve([curve_row(step) for step in steps])
+        writer.finish({**manifest(), "steps_done": done}, **options)
+        return tmp_path / name / schema.MANIFEST_FILE
+
+    assert finish("loop").exists()  # a loop of somebody's may log every tenth step
+    if fault is None:
+        assert finish("ours", every_step=True).exists()
+        return
+    with pytest.raises(BadInputError, match=re.escape(fault)):
+        finish("ours", every_step=True)
+    assert not (tmp_path / "ours" / schema.MANIFEST_FILE).exists()
+    assert not (tmp_path / "ours" / schema.CURVE_FILE).exists()
 
 
 def test_wrong_columns_and_keys_are_refused(tmp_path: Path) -> None:

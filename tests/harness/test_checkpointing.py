@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -10,16 +11,26 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from fp8parity import runner
+from fp8parity import checkpointing, matrix, runner
 from fp8parity.callbacks import ProofBeforeTraining
-from fp8parity.checkpointing import Checkpointer, affordable, checkpoints, newest_intact
+from fp8parity.checkpointing import (
+    Checkpointer,
+    affordable,
+    checkpoints,
+    lacking_rows,
+    newest_usable,
+    step_of,
+)
 from fp8parity.data import open_tokens, write_tokens
 from fp8parity.errors import InterruptedRunError, UsageError
 from fp8parity.module import LMModule
+from fp8parity.spec import RunSpec
 from fp8parity_analysis import schema
-from fp8parity_analysis.store import read_run
+from fp8parity_analysis.store import RunWriter, read_run
 
+from .conftest import WriteRecipe
 from .test_runner import LayOut, assert_same_numbers
 
 CHANGES = {"base": {"train": {"steps": 12}}, "runtime": {"checkpoint_every": 3}}
@@ -53,7 +64,146 @@ def empty(path: Path) -> None:
     path.write_bytes(b"")
 
 
-@pytest.mark.parametrize("damage", [truncate, flip_a_bit, empty])
+def in_directory(field: int, value: int) -> Callable[[Path], None]:
+    """Return a damage to one byte of the last entry's record in the archive's directory."""
+
+    def damage(path: Path) -> None:
+        data = bytearray(path.read_bytes())
+        data[data.rfind(b"PK\x01\x02") + field] = value
+        path.write_bytes(data)
+
+    return damage
+
+
+def without_entries(path: Path) -> None:
+    """Let the end record say that the archive holds no entry in all: Python's reader does not look there."""
+    data = bytearray(path.read_bytes())
+    for mark, field in ((b"PK\x06\x06", 32), (b"PK\x05\x06", 10)):
+        at = data.rfind(mark)
+        if at >= 0:
+            data[at + field : at + field + 2] = b"\0\0"
+    path.write_bytes(data)
+
+
+encrypted, unknown_method = in_directory(8, 1), in_directory(10, 99)
+
+
+def rows_until(run_dir: Path, steps: int, spec: RunSpec) -> None:
+    """Write what the streams hold of a run after so many steps, as far as a checkpoint needs it."""
+    both = (schema.EVAL_BF16, schema.EVAL_ARM)
+    due = [(step, name) for step in range(1, steps + 1) if step % spec.train.eval_every == 0 for name in both]
+    for stream, rows in (
+        (schema.CURVE_STREAM, [{"step": step} for step in range(1, steps + 1)]),
+        (schema.EVAL_STREAM, [{"step": step, "eval_precision": name} for step, name in due]),
+    ):
+        (run_dir / stream).write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.fixture
+def two_saved(tmp_path: Path, write_recipe: WriteRecipe) -> tuple[Path, RunSpec]:
+    """Return a run directory with small checkpoints of steps 6 and 9 and their rows, and the run's specification."""
+    spec = matrix.read(write_recipe()).runs[0].spec
+    run_dir = tmp_path / "run"
+    folder = run_dir / schema.CHECKPOINT_DIR
+    folder.mkdir(parents=True)
+    for step in (6, 9):
+        document = {"fp8parity": {"spec_hash": spec.hash()}, "weights": torch.arange(1000 * step)}
+        torch.save(document, folder / f"step-{step:09d}.ckpt")
+    rows_until(run_dir, 9, spec)
+    return run_dir, spec
+
+
+@pytest.mark.parametrize("damage", [truncate, flip_a_bit, empty, encrypted, unknown_method, without_entries])
+def test_damage_is_noticed_wherever_it_lies(
+    two_saved: tuple[Path, RunSpec], damage: Callable[[Path], None]
+) -> None:
+    run_dir, spec = two_saved
+    six, nine = checkpoints(run_dir / schema.CHECKPOINT_DIR)
+    assert newest_usable(run_dir, spec) == nine
+    damage(nine)
+    assert newest_usable(run_dir, spec) == six
+    assert nine.with_suffix(".broken").exists()
+
+
+def cut(name: str, rows: int) -> Callable[[Path], None]:
+    """Return the loss of a stream's last rows."""
+
+    def lose(run_dir: Path) -> None:
+        lines = (run_dir / name).read_text().splitlines(keepends=True)
+        (run_dir / name).write_text("".join(lines[:rows]))
+
+    return lose
+
+
+def zeroed(run_dir: Path) -> None:
+    """Leave zeros where the eighth row was, as a file system may that had written its length only."""
+    lines = (run_dir / schema.CURVE_STREAM).read_bytes().split(b"\n")
+    lines[7] = bytes(len(lines[7]))
+    (run_dir / schema.CURVE_STREAM).write_bytes(b"\n".join(lines))
+
+
+@pytest.mark.parametrize(
+    ("loss", "lacks", "left"),
+    [
+        (cut(schema.CURVE_STREAM, 9), None, 9),
+        (cut(schema.CURVE_STREAM, 8), "curve.jsonl lacks step 9", 6),
+        (cut(schema.CURVE_STREAM, 5), "curve.jsonl lacks step 6", None),
+        (zeroed, "curve.jsonl lacks step 8", 6),
+        (cut(schema.EVAL_STREAM, 5), "eval.jsonl lacks step 9", 6),
+        (cut(schema.EVAL_STREAM, 3), "eval.jsonl lacks step 6", None),
+        (lambda run_dir: (run_dir / schema.EVAL_STREAM).unlink(), "eval.jsonl lacks step 3", None),
+    ],
+)
+def test_a_checkpoint_is_used_only_with_every_row_before_it(
+    two_saved: tuple[Path, RunSpec],
+    capsys: pytest.CaptureFixture[str],
+    loss: Callable[[Path], None],
+    lacks: str | None,
+    left: int | None,
+) -> None:
+    run_dir, spec = two_saved
+    loss(run_dir)
+    used = newest_usable(run_dir, spec)
+    assert (None if used is None else step_of(used)) == left
+    assert (capsys.readouterr().out == "") is (lacks is None)
+    assert lacks is None or lacks in {lacking_rows(run_dir, spec.train, step) for step in (6, 9)}
+
+
+def test_rows_that_a_power_cut_took_are_trained_again(
+    lay_out: LayOut, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole, hurt = lay_out(CHANGES, "whole")["tensorwise-0"], lay_out(CHANGES, "hurt")["tensorwise-0"]
+    runner.train(whole)
+    interrupt_at(hurt, 8, monkeypatch)
+    cut(schema.CURVE_STREAM, 7)(hurt)
+    assert runner.train(hurt) == 0
+    said = capsys.readouterr().out
+    assert "step-000000008.ckpt cannot be continued (curve.jsonl lacks step 8): set aside as" in said
+    assert "resuming from step-000000006.ckpt" in said
+    assert_same_numbers(whole, hurt)
+
+
+def test_rows_are_on_the_disk_before_their_checkpoint(
+    lay_out: LayOut, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+    real, writes = RunWriter.sync, checkpointing.write_checkpoint
+
+    def sync(self: RunWriter) -> None:
+        done.append("rows")
+        real(self)
+
+    def write(trainer: Any, target: Path) -> None:
+        done.append(target.stem)
+        writes(trainer, target)
+
+    monkeypatch.setattr(RunWriter, "sync", sync)
+    monkeypatch.setattr(checkpointing, "write_checkpoint", write)
+    runner.train(lay_out({"base": {"train": {"steps": 5}}, "runtime": {"checkpoint_every": 4}})["bf16-0"])
+    assert done == ["rows", "step-000000004"]
+
+
+@pytest.mark.parametrize("damage", [truncate, unknown_method])
 def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_used(
     lay_out: LayOut, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], damage: Any
 ) -> None:
@@ -76,7 +226,6 @@ def test_no_intact_checkpoint_starts_from_the_beginning(
     interrupt_at(hurt, 8, monkeypatch)
     for path in checkpoints(hurt / schema.CHECKPOINT_DIR):
         empty(path)
-    assert newest_intact(hurt / schema.CHECKPOINT_DIR) is None
     assert runner.train(hurt) == 0
     assert_same_numbers(whole, hurt)
 

@@ -100,13 +100,15 @@ def assert_equal_numbers(a: tuple[pd.DataFrame, pd.DataFrame], b: tuple[pd.DataF
 
 
 def hand_over(checkpoint: Path, run_dir: Path) -> None:
-    """Give a run another run's checkpoint as if it were its own last one: the oracle of every continuation."""
+    """Give a run another's checkpoint, with the rows before it, as if its own: the oracle of every continuation."""
     document = torch.load(checkpoint, map_location="cpu", weights_only=False)
     spec = runner.read_order(run_dir).spec
     document["fp8parity"]["spec_hash"] = spec.hash()
     document["callbacks"] = {k: v for k, v in document["callbacks"].items() if "PhaseLog" not in k}
     (run_dir / schema.CHECKPOINT_DIR).mkdir(exist_ok=True)
     torch.save(document, run_dir / schema.CHECKPOINT_DIR / checkpoint.name)
+    for stream in (schema.CURVE_STREAM, schema.EVAL_STREAM):
+        shutil.copy(checkpoint.parent.parent / stream, run_dir)
 
 
 def test_an_unforked_continuation_equals_the_parent(forked: Fork, parents: Path) -> None:

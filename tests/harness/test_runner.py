@@ -237,7 +237,7 @@ def test_a_kill_after_the_guard_fired_changes_nothing(
         poison_parameters_at(monkeypatch, 7)
     assert runner.train(whole) == 20
 
-    def killed_before_the_manifest(*_: Any) -> None:
+    def killed_before_the_manifest(*_: Any, **__: Any) -> None:
         raise Killed
 
     with monkeypatch.context() as patch:
