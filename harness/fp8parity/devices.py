@@ -7,14 +7,24 @@ import os
 import shutil
 import subprocess
 from collections.abc import Sequence
+from itertools import takewhile
 from pathlib import Path
 
 
 def visible_gpus() -> list[str]:
-    """Return the GPU indices that nvidia-smi lists, or those that CUDA_VISIBLE_DEVICES leaves; no torch needed."""
+    """Return the GPU indices that nvidia-smi lists, or those that CUDA_VISIBLE_DEVICES leaves; no torch needed.
+
+    Of the variable CUDA takes what stands before the first entry that is no index and no UUID: `-1` hides itself and
+    all that follows (CUDA C++ Programming Guide, environment variables).
+    """
     if "CUDA_VISIBLE_DEVICES" in os.environ:
-        return [name for name in os.environ["CUDA_VISIBLE_DEVICES"].split(",") if name.strip()]
+        names = (name.strip() for name in os.environ["CUDA_VISIBLE_DEVICES"].split(","))
+        return list(takewhile(_names_a_gpu, names))
     return query_gpus("index")
+
+
+def _names_a_gpu(name: str) -> bool:
+    return name.isdecimal() or name.startswith(("GPU-", "MIG-"))
 
 
 def query_gpus(fields: str, gpus: Sequence[str] = ()) -> list[str]:

@@ -24,6 +24,10 @@ from fp8parity_analysis.json_files import read_json
 STACKS_SECONDS = 0.5
 """What a hung worker gets to write its stacks."""
 
+KILL_SECONDS = 10.0
+"""How long the launcher waits for a killed worker: giving a GPU's memory back takes seconds. One that sleeps in the
+kernel (a file server that does not answer, a stuck driver) ends when it wakes, maybe never; the other runs go on."""
+
 
 @dataclass(frozen=True)
 class RunState:
@@ -109,8 +113,15 @@ class Job:
         """End a waiting worker, which has nothing to save; its start was no attempt."""
         self.kill()
         self.poll()
+        self._let_go()
         self.standby = None
         self.attempts -= 1
+
+    def _let_go(self) -> None:
+        if self._log is not None:
+            self._log.close()
+            self._log = None
+        self._close_pipe()
 
     def _close_pipe(self) -> None:
         if self._go is not None:
@@ -144,14 +155,17 @@ class Job:
         """Return the worker's exit status, or None while it runs."""
         assert self._process is not None
         code = self._process.poll()
-        if code is not None and self._log is not None:
-            self._log.close()
-            self._log = None
-            self._close_pipe()
+        if code is not None:
+            self._let_go()
         return code
 
     def silent_seconds(self) -> float:
-        """Return how long the worker has written nothing, by our own clock; waiting for `go` does not count."""
+        """Return how long the worker has written nothing, by our own clock; waiting for `go` does not count.
+
+        Nothing is expected of one that was killed for it and has not ended yet.
+        """
+        if self.hung:
+            return 0.0
         signs = progress.life_signs(self.run_dir)
         if self.standby is not None and progress.stage_of(self.run_dir) == "standby":
             self._last_sign = time.monotonic()
@@ -170,11 +184,12 @@ class Job:
         self._process.terminate()
 
     def kill(self) -> None:
-        """End the worker and what it started, at once."""
+        """End the worker and what it started, at once; where it has not ended after `KILL_SECONDS`, `poll` tells."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         assert self._process is not None
-        self._process.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(KILL_SECONDS)
 
     def kill_hung(self) -> None:
         """Have the worker write where it hangs, then end it."""

@@ -185,7 +185,8 @@ def parameters_digest(model: nn.Module) -> str:
     digest = hashlib.sha256()
     for name, parameter in model.named_parameters():
         digest.update(f"{name}{tuple(parameter.shape)}{parameter.dtype}".encode())
-        digest.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+        flat = parameter.detach().cpu().contiguous().reshape(-1)  # a view of bytes needs an axis
+        digest.update(flat.view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 

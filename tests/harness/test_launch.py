@@ -99,6 +99,34 @@ def test_a_hung_worker_is_killed_and_tried_again(
     assert min(silences) >= 30.0
 
 
+def test_a_killed_worker_that_does_not_end_holds_up_no_other(
+    tmp_path: Path, study_with: Callable[..., list[Path]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one that sleeps in the kernel: its SIGKILL strikes when the other run has ended."""
+    silent, kill, pending = Job.silent_seconds, os.killpg, []
+    monkeypatch.setattr(
+        Job, "silent_seconds", lambda job: silent(job) * (100 if stage_of(job.run_dir) == "train" else 1)
+    )
+    monkeypatch.setattr(jobs, "STACKS_SECONDS", 0.01)
+    monkeypatch.setattr(jobs, "STACKS_SIGNAL", 0)  # no signal at all: the stand-in would die of the real one
+    monkeypatch.setattr(jobs, "KILL_SECONDS", 0.01)
+    monkeypatch.setattr(jobs.os, "killpg", lambda *struck: pending.append(struck))
+
+    def look(states: list[RunState]) -> None:
+        if pending:
+            (tmp_path / schema.RUNS_DIR / "struck").touch()
+        if pending and {state.run_id: state.state for state in states}["run1"] == "finished":
+            kill(*pending.pop())
+
+    dirs = study_with([{"hang": True}, DONE], [{**DONE, "until": "struck"}])
+    states = launch.launch(tmp_path, dirs, slots=2, use_gpus=False, on_change=look, hang_after_s=30.0)
+    assert [state.state for state in states] == ["finished", "finished"]
+    events = [(line["run_id"], line["event"]) for line in ledger(tmp_path)]
+    assert events.count(("run0", "hung")) == 1
+    assert events.index(("run0", "hung")) < events.index(("run1", "finished"))
+    assert events.index(("run1", "finished")) < events.index(("run0", "retry"))
+
+
 def test_sigkill_is_put_down_to_memory_when_the_kernel_killed_somebody(
     tmp_path: Path, study_with: Callable[..., list[Path]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

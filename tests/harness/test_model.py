@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import hashlib
 import math
 
 import pytest
 import torch
+from torch import nn
 
 from fp8parity.model import DecoderLM, initialise, parameters_digest, rope_table, rotate, sharing_twin
 from fp8parity.spec import ModelSpec
@@ -31,6 +33,23 @@ def test_causal() -> None:
 def test_seed_decides_the_weights() -> None:
     assert parameters_digest(built(3)) == parameters_digest(built(3))
     assert parameters_digest(built(3)) != parameters_digest(built(4))
+
+
+def test_the_digest_is_of_names_shapes_and_bytes() -> None:
+    model = nn.Module()
+    parts = {
+        "scale": torch.tensor(2.0),
+        "low": torch.arange(6.0).view(2, 3).bfloat16(),
+        "none": torch.empty(0),
+    }
+    expected = hashlib.sha256()
+    for name, value in parts.items():
+        model.register_parameter(name, nn.Parameter(value))
+        expected.update(f"{name}{tuple(value.shape)}{value.dtype}".encode())
+        width = {4: torch.int32, 2: torch.int16}[value.element_size()]
+        numbers = [int(number) for number in value.view(width).flatten()]
+        expected.update(b"".join(n.to_bytes(value.element_size(), "little", signed=True) for n in numbers))
+    assert parameters_digest(model) == expected.hexdigest()
 
 
 def test_initial_scale() -> None:
