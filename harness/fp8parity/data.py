@@ -83,7 +83,10 @@ def encode_bytes(document: bytes) -> Tokens:
 def write_tokens(
     path: Path, train: Iterable[Tokens], held_out: Iterable[Tokens], *, vocab_size: int, **about: Any
 ) -> TokenMeta:
-    """Write `path` and its side file, each by rename; `about` fills tokenizer, tokenizer_sha256, source, documents."""
+    """Write the side file of `path`, then `path`, each by rename: a token file that is there has one.
+
+    `about` fills tokenizer, tokenizer_sha256, source, documents.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     dtype = "uint16" if vocab_size <= 2**16 else "uint32"
     temporary = path.with_name(path.name + ".tmp")
@@ -103,10 +106,10 @@ def write_tokens(
         sha256=file_sha256(temporary),
         **about,
     )
-    os.replace(temporary, path)
     side_temporary = side_file(path).with_name(side_file(path).name + ".tmp")
     side_temporary.write_text(json.dumps(asdict(meta), indent=1) + "\n", encoding="utf-8")
     os.replace(side_temporary, side_file(path))
+    os.replace(temporary, path)
     return meta
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from fp8parity.own_spec import written_by_users
@@ -12,14 +12,18 @@ from fp8parity.spec import AnyModelSpec, ModelSpec, RunSpec
 
 def varying(specs: Iterable[RunSpec], *, precision: bool) -> list[tuple[str, str]]:
     """Return the (section, key) whose value differs between the specs, precision's or all others."""
+    return _varying([spec.canonical() for spec in specs], precision=precision)
+
+
+def _varying(documents: Iterable[Mapping[str, Any]], *, precision: bool) -> list[tuple[str, str]]:
     cells = [
         {
             (section, key): repr(value)
-            for section, values in spec.canonical().items()
+            for section, values in document.items()
             if isinstance(values, dict) and section != "parent" and (section == "precision") == precision
             for key, value in values.items()
         }
-        for spec in specs
+        for document in documents
     ]
     paths = dict.fromkeys(path for cell in cells for path in cell)
     return [path for path in paths if len({cell.get(path) for cell in cells}) > 1]
@@ -27,11 +31,21 @@ def varying(specs: Iterable[RunSpec], *, precision: bool) -> list[tuple[str, str
 
 def varying_within_recipes(cells: Sequence[RunSpec]) -> list[tuple[str, str]]:
     """Return the precision keys that tell two arms of one recipe apart; a backend of its own needs no mention."""
-    by_recipe: dict[str, list[RunSpec]] = {}
-    for spec in cells:
-        by_recipe.setdefault(spec.precision.recipe, []).append(spec)
-    found = [path for specs in by_recipe.values() for path in varying(specs, precision=True)]
+    return _varying_within_recipes([spec.canonical() for spec in cells])
+
+
+def _varying_within_recipes(documents: Iterable[Mapping[str, Any]]) -> list[tuple[str, str]]:
+    by_recipe: dict[str, list[Mapping[str, Any]]] = {}
+    for document in documents:
+        by_recipe.setdefault(document["precision"]["recipe"], []).append(document)
+    found = [path for same in by_recipe.values() for path in _varying(same, precision=True)]
     return list(dict.fromkeys(found))
+
+
+def named_settings(documents: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the `section.key` that the labels of runs with these canonical specifications speak of."""
+    found = [*_varying_within_recipes(documents), *_varying(documents, precision=False)]
+    return [f"{section}.{key}" for section, key in found]
 
 
 def arm_label(spec: RunSpec, varying: Sequence[tuple[str, str]]) -> str:

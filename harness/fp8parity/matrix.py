@@ -15,6 +15,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from fp8parity import layer_policy, model_preflight
+from fp8parity.corpus import corpus_problems
 from fp8parity.errors import UsageError
 from fp8parity.fork import Parents
 from fp8parity.labels import arm_label, group_label, varying, varying_within_recipes
@@ -33,12 +34,11 @@ from fp8parity.recipe_file import (
     run_spec,
     set_dotted,
 )
+from fp8parity.recipe_rules import check_criteria, check_device, check_kept, check_used
 from fp8parity.shapes import ShapeProblem, linear_shapes, shape_problems
 from fp8parity.spec import AnyModelSpec, DataSpec, Frozen, ModelSpec, PrecisionSpec, RunSpec
 from fp8parity.token_meta import BYTE_VOCAB, read_meta
 from fp8parity.yaml_marks import KeyPath, MarkedYaml, load
-from fp8parity_analysis.criteria import Criteria
-from fp8parity_analysis.errors import BadInputError
 from fp8parity_analysis.schema import SCHEMA_VERSION
 
 
@@ -274,15 +274,19 @@ def _check_cells(
         for checked in (spec, *_replicas(recipe, spec, "test")):
             for loc, message in preflight(checked, rows):
                 problems.add(_place(cell, loc), message)
-        for loc, message in _fork_problems(recipe, spec, parents):
+        for loc, message in _data_problems(recipe, spec, parents):
             problems.add(_place(cell, loc), message)
         valid.append(spec)
     return valid
 
 
-def _fork_problems(recipe: RecipeFile, spec: RunSpec, parents: Parents) -> Iterator[Problem]:
-    given = isinstance(spec.data, DataSpec) and spec.data.source == "bin"
-    packed = read_meta(resolve_data_path(spec, parents.recipe_dir)) if given else None
+def _data_problems(recipe: RecipeFile, spec: RunSpec, parents: Parents) -> Iterator[Problem]:
+    """Yield what a token file that is there is too short for, and why a fork cannot start where it says."""
+    packed = None
+    if isinstance(spec.data, DataSpec) and spec.data.source == "bin":
+        path = resolve_data_path(spec, parents.recipe_dir)
+        packed = read_meta(path)
+        yield from corpus_problems(spec, packed, path)
     for seed in (*recipe.seeds, *_null_seeds(recipe)):
         yield from parents.problems(spec, seed, packed.sha256 if packed else None)
 
@@ -303,9 +307,10 @@ def expand(recipe: RecipeFile, marked: MarkedYaml) -> Matrix:
     parents = Parents(marked.path.parent)
     valid = _check_cells(recipe, cells, parents, problems, has_tests=has_tests)
     _check_control(recipe, problems)
-    _check_used(recipe, problems, has_tests=has_tests)
-    _check_kept(recipe, valid, problems)
-    _check_criteria(recipe, problems)
+    check_used(recipe, problems, has_tests=has_tests)
+    check_kept(recipe, valid, problems)
+    check_device(recipe, valid, problems)
+    check_criteria(recipe, problems)
     if problems:
         raise UsageError(str(problems))
     return Matrix(
@@ -316,54 +321,6 @@ def expand(recipe: RecipeFile, marked: MarkedYaml) -> Matrix:
         recipe.runtime,
         marked.path,
     )
-
-
-def _check_used(recipe: RecipeFile, problems: Problems, *, has_tests: bool) -> None:
-    """Refuse entries that change nothing: a misspelt value must not pass for an excluded cell or a null arm."""
-    for index, drop in enumerate(recipe.exclude):
-        unknown = [key for key in drop if key not in recipe.axes]
-        missing = [key for key in drop if key in recipe.axes and drop[key] not in recipe.axes[key]]
-        if unknown:
-            problems.add(
-                ("exclude", index, unknown[0]), "is no axis, so this entry excludes nothing; name an axis"
-            )
-        elif missing:
-            key = missing[0]
-            values = ", ".join(map(str, recipe.axes[key]))
-            problems.add(
-                ("exclude", index, key),
-                f"{drop[key]!r} is no value of this axis, so it excludes nothing; values: {values}",
-            )
-    for index, null in enumerate(recipe.null):
-        if null.arm == "control":
-            continue
-        absent = sorted(set(null.seeds or ()) - set(recipe.seeds))
-        if not has_tests:
-            problems.add(("null", index, "arm"), "there is no FP8 arm to repeat; write arm: control")
-        elif absent:
-            problems.add(
-                ("null", index, "seeds"),
-                f"seeds {absent} have no run of an FP8 arm to repeat; add them to seeds",
-            )
-
-
-def _check_kept(recipe: RecipeFile, cells: Sequence[RunSpec], problems: Problems) -> None:
-    longest = max((cell.train.steps for cell in cells), default=None)
-    beyond = [step for step in recipe.runtime.keep_checkpoints if longest is not None and step > longest]
-    if beyond:
-        problems.add(
-            ("runtime", "keep_checkpoints"),
-            f"no run reaches step {beyond[0]} (train.steps {longest}); keep a step that is trained",
-        )
-
-
-def _check_criteria(recipe: RecipeFile, problems: Problems) -> None:
-    try:
-        Criteria(**recipe.criteria.model_dump())
-    except BadInputError as error:
-        key, _, message = str(error).partition(": ")
-        known = key in type(recipe.criteria).model_fields
-        problems.add(("criteria", key) if known else ("criteria",), message if known else str(error))
 
 
 def _null_seeds(recipe: RecipeFile) -> list[int]:

@@ -178,7 +178,7 @@ def _cost_words(document: dict[str, Any], rate: float | None, elsewhere: str) ->
     return [
         f"{cost}.",
         f"{document['pairs']} pairs, {controls}; baselines first, then seed by seed.",
-        "Seeds, arms and null runs may be added later; more steps are other runs: their schedule differs from step 1.",
+        "Seeds, recipes, null runs may be added later; more steps are other runs: their schedule differs from step 1.",
         f"Memory of the largest run: about {memory / 2**30:.1f} GiB (an estimate: {FORMULA}).",
         *_standby_words(document["standby"], document["standby_bytes"]),
     ]

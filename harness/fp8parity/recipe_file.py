@@ -59,6 +59,13 @@ def parse_fraction(value: Any) -> Any:
 Fraction = Annotated[float, BeforeValidator(parse_fraction), Field(gt=0, lt=1)]
 
 
+def _within_generators(seeds: tuple[int, ...]) -> tuple[int, ...]:
+    large = [seed for seed in seeds if seed >= 2**32]
+    if large:
+        raise ValueError(f"seeds {large} are beyond 2^32 - 1, the largest that every generator takes")
+    return seeds
+
+
 class NullArm(Frozen):
     """Replicas of an arm under the same seed and data: the measured noise floor."""
 
@@ -69,6 +76,11 @@ class NullArm(Frozen):
     arm: Literal["control", "test"] = Field("control", description="Which arm is repeated.")
     replicas: PositiveInt = Field(1, description="Replicas per seed.")
     seeds: tuple[NonNegativeInt, ...] | None = Field(None, description="Default: the study's seeds.")
+
+    @field_validator("seeds")
+    @classmethod
+    def _not_too_large(cls, seeds: tuple[int, ...] | None) -> tuple[int, ...] | None:
+        return None if seeds is None else _within_generators(seeds)
 
     @model_validator(mode="after")
     def _jitter_needs_casts(self) -> NullArm:
@@ -205,10 +217,7 @@ class RecipeFile(Frozen):
         repeated = sorted({s for s in seeds if seeds.count(s) > 1})
         if repeated:
             raise ValueError(f"seeds {repeated} stand twice; a repeated seed is no new evidence")
-        large = [s for s in seeds if s >= 2**32]
-        if large:
-            raise ValueError(f"seeds {large} are beyond 2^32 - 1, the largest that every generator takes")
-        return seeds
+        return _within_generators(seeds)
 
 
 def parse(marked: MarkedYaml) -> tuple[RecipeFile | None, Problems]:

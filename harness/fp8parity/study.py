@@ -8,7 +8,7 @@ import json
 import os
 import re
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -16,13 +16,15 @@ from pathlib import Path
 from typing import Any
 
 from fp8parity import environment, own_data
+from fp8parity.corpus import corpus_problems
 from fp8parity.devices import visible_gpus
 from fp8parity.errors import UsageError
 from fp8parity.fork import require_same_data, warmup_left
 from fp8parity.ledger import STOPPED_EARLY
 from fp8parity.matrix import Matrix, PlannedRun, resolve_data_path
 from fp8parity.process import LOCK_FILE, start_ticks
-from fp8parity.spec import DataSpec, RunSpec
+from fp8parity.spec import DataSpec
+from fp8parity.study_changes import what_changed
 from fp8parity.token_meta import read_meta
 from fp8parity.version_gates import version_problems
 from fp8parity_analysis import schema
@@ -33,6 +35,9 @@ from fp8parity_analysis.json_files import read_json, write_json
 CHECKPOINT_SHARE = 0.01
 """Of a run's time, the most that checkpoints of the default cadence may take: a short run costs little to train again,
 a second per checkpoint is a tenth of a one-minute run. A cadence that a recipe file names is kept to."""
+
+_HALF_A_STUDY = re.compile(re.escape(schema.STUDY_FILE) + r"\.\d+\.tmp")
+"""How the study file is named while it is written (`json_files.write_json`)."""
 
 _OUR_DATA = re.compile(r"(\d+-)?(own|python-sources)-")
 """How the names of packed token files begin, with a process id while they are written."""
@@ -86,6 +91,15 @@ def _python_sources_file(spec: DataSpec) -> str:
     return f"python-sources-{hashlib.sha256(text.encode()).hexdigest()[:8]}.bin"
 
 
+def _is_packed(path: Path) -> bool:
+    """Whether a token file of our own is whole: one whose side file a kill or a power cut took is packed again."""
+    try:
+        read_meta(path)
+    except UsageError:
+        return False
+    return True
+
+
 def _token_file(out: Path, run: PlannedRun, recipe_dir: Path) -> Path:
     """Return the run's token file, packing the interpreter's sources once per study."""
     data = run.spec.data
@@ -94,7 +108,7 @@ def _token_file(out: Path, run: PlannedRun, recipe_dir: Path) -> Path:
     if data.source == "bin":
         return resolve_data_path(run.spec, recipe_dir)
     path = out / schema.DATA_DIR / _python_sources_file(data)
-    if not path.exists():
+    if not _is_packed(path):
         from fp8parity.data import pack_python_sources
 
         pack_python_sources(path, data)
@@ -102,23 +116,14 @@ def _token_file(out: Path, run: PlannedRun, recipe_dir: Path) -> Path:
 
 
 def _check_corpus(run: PlannedRun, path: Path) -> None:
-    """Fail before the first process starts when the corpus is too short; runner.py checks again with the tokens."""
+    """Fail before the first process starts when the corpus is too short; runner.py checks again with the tokens.
+
+    `matrix.expand` has checked a token file of the user's; others are packed only now.
+    """
     meta = read_meta(path)
     require_same_data(run.spec, meta.sha256)
-    train = run.spec.train
-    windows = (meta.train_tokens - 1) // train.context - 1
-    held_out = (meta.n_tokens - meta.train_tokens - 1) // train.context
-    if windows < train.batch_size:
-        raise UsageError(
-            f"{path}: {meta.train_tokens} training tokens make {max(windows, 0)} windows of train.context "
-            f"{train.context}, fewer than train.batch_size {train.batch_size}; use a larger corpus"
-        )
-    if held_out < train.eval_sequences:
-        raise UsageError(
-            f"{path}: {meta.n_tokens - meta.train_tokens} held-out tokens make {max(held_out, 0)} sequences of "
-            f"train.context {train.context}, fewer than train.eval_sequences {train.eval_sequences}; "
-            f"{_more_held_out(run.spec)}, or write fewer sequences"
-        )
+    for (section, key), message in corpus_problems(run.spec, meta, path):
+        raise UsageError(f"{section}.{key}: {message}")
 
 
 def _check_same_tokens(matrix: Matrix, out: Path, files: Mapping[str, Path]) -> None:
@@ -145,18 +150,11 @@ def _trained_on(run_dir: Path) -> str | None:
     return None if told is None else str(told)
 
 
-def _more_held_out(spec: RunSpec) -> str:
-    """Say what gives data of this source a larger held-out part."""
-    if isinstance(spec.data, DataSpec) and spec.data.source == "bin":
-        return "pack it again with a larger --held-out-fraction or more text (fp8parity data pack)"
-    return "use more data or a larger data.held_out_fraction"
-
-
 def _is_left_by_us(entry: Path) -> bool:
-    """Whether `entry` is what a first run leaves that ended while it packed its data: it may be run again."""
+    """Whether `entry` is what a first run leaves that ended before the study file was there: it may be run again."""
     if entry.name == schema.DATA_DIR and entry.is_dir():
         return all(_OUR_DATA.match(path.name) for path in entry.iterdir())
-    return entry.name == LOCK_FILE
+    return entry.name == LOCK_FILE or bool(_HALF_A_STUDY.fullmatch(entry.name))
 
 
 def _check_same_study(matrix: Matrix, out: Path) -> dict[str, Any] | None:
@@ -174,38 +172,19 @@ def _check_same_study(matrix: Matrix, out: Path) -> dict[str, Any] | None:
             f"{matrix.name!r} (name defaults to the file's name); write name: {study.get('name')} in it to continue "
             "that study, or use another --out directory"
         )
-    if study.get("name") != matrix.name or unknown:
+    if unknown:
+        shown = ", ".join(unknown[:2]) + (", ..." if len(unknown) > 2 else "")
         raise UsageError(
             f"{out}: holds study {study.get('name')!r} with {len(unknown)} runs that {matrix.recipe_path} does not "
-            f"describe ({', '.join(unknown[:2])}{', ...' if len(unknown) > 2 else ''})"
-            f"{_what_changed(matrix, out, unknown)}; use another --out directory"
+            f"describe ({shown}): {what_changed(_stored_specs(out, study['runs']), unknown, matrix.runs)}"
         )
     return study
 
 
-def _what_changed(matrix: Matrix, out: Path, unknown: list[str]) -> str:
-    """Say in which settings a stored run differs from its successor in the recipe file: the same arm and seed."""
-    for run_id in unknown:
-        path = out / schema.RUNS_DIR / run_id / schema.SPEC_FILE
-        stored = read_json(path) if path.exists() else {}
-        wanted = [stored.get(key) for key in ("arm", "seed", "replica")]
-        for run in matrix.runs:
-            if [run.arm, run.spec.seed, run.spec.replica] == wanted:
-                changed = _differing(stored.get("spec", {}), run.spec.canonical())
-                more = "; a longer run has another schedule from its first step on, so it is another run"
-                return f": {', '.join(changed)}" + (more if "train.steps" in " ".join(changed) else "")
-    return ""
-
-
-def _differing(stored: Mapping[str, Any], planned: Mapping[str, Any]) -> list[str]:
-    """Return `section.key: stored, now planned` for every setting of a run that differs."""
-    return [
-        f"{section}.{key} is {values.get(key)} there and {value} in the file"
-        for section, settings in planned.items()
-        if isinstance(settings, dict) and isinstance(values := stored.get(section, {}), dict)
-        for key, value in settings.items()
-        if values.get(key) != value
-    ]
+def _stored_specs(out: Path, run_ids: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Return the `spec.json` of the runs that have one, by run id."""
+    paths = {run_id: out / schema.RUNS_DIR / run_id / schema.SPEC_FILE for run_id in run_ids}
+    return {run_id: read_json(path) for run_id, path in paths.items() if path.exists()}
 
 
 def _check_versions(matrix: Matrix) -> None:
@@ -234,6 +213,9 @@ def lay_out(matrix: Matrix, out: Path) -> list[Path]:
     environment.check_packages(out)
     _check_versions(matrix)
     out.mkdir(parents=True, exist_ok=True)
+    for left in out.iterdir():
+        if _HALF_A_STUDY.fullmatch(left.name):
+            left.unlink()  # whoever wrote it was killed: the directory is ours alone (`lock`)
     recipe_dir = matrix.recipe_path.parent
     files = {run.run_id: _token_file(out, run, recipe_dir) for run in matrix.runs}
     for run in matrix.runs:
@@ -271,6 +253,11 @@ def _kept_stops(study: Mapping[str, Any] | None, criteria: Criteria) -> dict[str
 
 def _lay_out_run(run: PlannedRun, out: Path, matrix: Matrix, token_file: Path) -> Path:
     run_dir = out / schema.RUNS_DIR / run.run_id
+    path = run_dir / schema.SPEC_FILE
+    if path.exists() and (run_dir / schema.MANIFEST_FILE).exists():
+        return (
+            run_dir  # it says how the run was trained and probed: nothing in the file changes that any more
+        )
     run_dir.mkdir(parents=True, exist_ok=True)
     data_path = os.path.relpath(token_file.resolve(), run_dir.resolve())
     every = matrix.runtime.checkpoint_every or max(1, run.spec.train.steps // 10)
@@ -283,7 +270,6 @@ def _lay_out_run(run: PlannedRun, out: Path, matrix: Matrix, token_file: Path) -
         document["keep_checkpoints"] = list(matrix.runtime.keep_checkpoints)
     if run.parent_checkpoint is not None:
         document["parent_checkpoint"] = os.path.relpath(run.parent_checkpoint.resolve(), run_dir.resolve())
-    path = run_dir / schema.SPEC_FILE
     if not path.exists() or read_json(path) != document:
         write_json(path, document)
     return run_dir

@@ -8,8 +8,11 @@ from pathlib import Path
 import pytest
 
 from fp8parity import matrix, study
+from fp8parity.data import file_sha256
 from fp8parity.errors import UsageError
 from fp8parity.process import LOCK_FILE
+from fp8parity.token_meta import read_meta, side_file
+from fp8parity.yaml_marks import load
 from fp8parity_analysis import schema
 
 from .conftest import WriteRecipe
@@ -74,6 +77,47 @@ def test_added_steps_are_refused_with_the_reason(lay_out: LayOut) -> None:
         lay_out({"base": {"train": {"steps": 48}}})
 
 
+ROWWISE: dict[str, object] = {"precision.recipe": ["rowwise"]}
+NAMED = (
+    "because precision.keep_first varies in the file and not there, precision.keep_last varies in the file"
+)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"axes": {**ROWWISE, "precision.keep": [4, 2]}}, f"arm rowwise would be named rowwise-n4, {NAMED}"),
+        (
+            {"include": [{"precision.recipe": "rowwise", "precision.keep": 2}]},
+            f"arm rowwise would be named rowwise-n4, {NAMED}",
+        ),
+        (
+            {"axes": {**ROWWISE, "optim.lr": [0.003, 0.01]}},
+            "group d32l3 would be named d32l3-lr=0.003, because optim.lr varies in the file and not there; names say",
+        ),
+        (
+            {"null": [{"kind": "rerun"}, {"kind": "reorder"}]},
+            "replica 1 is a reorder there and a rerun in the file: replicas are numbered .* at the end, or use",
+        ),
+        ({"seeds": [0]}, "no run of arm .*, seed 1 any more; what a study holds stays in its file"),
+        ({"axes": {"precision.recipe": ["tensorwise"]}}, "no run of arm rowwise, seed 0 any more"),
+    ],
+)
+def test_a_refused_change_says_what_changed(
+    lay_out: LayOut, changes: dict[str, object], message: str
+) -> None:
+    lay_out({"axes": ROWWISE})
+    with pytest.raises(UsageError, match=rf"{message}.*another --out directory$"):
+        lay_out({"axes": ROWWISE, **changes})
+
+
+def test_seeds_recipes_and_null_entries_at_the_end_are_taken(lay_out: LayOut) -> None:
+    first = lay_out({"axes": ROWWISE})
+    more = lay_out({"seeds": [0, 1, 2], "null": [{"kind": "reorder"}, {"kind": "rerun"}]})
+    assert set(first.values()) < set(more.values()) | {*(Path(p) for p in first.values())}
+    assert {"tensorwise-0", "rowwise-2"} <= set(more)
+
+
 def test_a_directory_of_something_else_is_refused(lay_out: LayOut, tmp_path: Path) -> None:
     (tmp_path / "study").mkdir()
     (tmp_path / "study" / "thesis.tex").write_text("precious")
@@ -88,6 +132,26 @@ def test_what_a_failed_packing_left_is_no_other_study(lay_out: LayOut, tmp_path:
     (tmp_path / "study" / study.LOCK_FILE).touch()
     (data / "77-own-import-0123abcd.bin.tmp").touch()
     lay_out()
+
+
+def test_a_study_file_that_was_never_finished_is_no_other_study(lay_out: LayOut, tmp_path: Path) -> None:
+    out = tmp_path / "study"
+    out.mkdir()
+    (out / "study.json.123.tmp").write_text("{")
+    lay_out()
+    assert not list(out.glob("*.tmp"))
+    (out / schema.STUDY_FILE).unlink()
+    with pytest.raises(UsageError, match="is not empty and holds no fp8parity study"):
+        lay_out()
+
+
+def test_a_finished_run_keeps_its_specification(lay_out: LayOut) -> None:
+    finished, waiting = list(lay_out().values())[:2]
+    (finished / schema.MANIFEST_FILE).write_text("{}")
+    before = read(finished / schema.SPEC_FILE)
+    lay_out({"probe": {"every": 5}})
+    assert read(finished / schema.SPEC_FILE) == before
+    assert read(waiting / schema.SPEC_FILE)["probe"] != before["probe"]
 
 
 def test_a_data_folder_of_something_else_is_refused(lay_out: LayOut, tmp_path: Path) -> None:
@@ -114,24 +178,28 @@ def test_changed_margin_keeps_the_criteria_of_the_launch(lay_out: LayOut, tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("train", "message"),
+    ("train", "key", "message"),
     [
-        (
-            {"batch_size": 4096},
-            "training tokens make .* fewer than train.batch_size 4096; use a larger corpus",
-        ),
-        (
-            {"eval_sequences": 9999},
-            "held-out tokens make .* fewer than .* 9999; pack it again with a larger --held-out",
-        ),
-        ({"context": 65536}, "training tokens make 0 windows of train.context 65536"),
+        ({"batch_size": 4096}, "batch_size", "training tokens make .* fewer than train.batch_size 4096; use a larger"),
+        ({"eval_sequences": 9999}, "eval_sequences", "held-out tokens make .* 9999; pack it again with a larger --h"),
+        ({"context": 65536}, "context", "training tokens make 0 windows of train.context 65536"),
     ],
-)
+)  # fmt: skip
 def test_short_corpus_is_refused_before_training(
-    lay_out: LayOut, train: dict[str, int], message: str
+    write_recipe: WriteRecipe, train: dict[str, int], key: str, message: str
 ) -> None:
-    with pytest.raises(UsageError, match=message):
-        lay_out({"base": {"train": train}})
+    recipe = write_recipe({"base": {"train": train}})
+    line = load(recipe).line(("base", "train", key))
+    with pytest.raises(
+        UsageError, match=rf"recipe.yaml:{line}: base.train.{key}: .*corpus.bin: \d+ {message}"
+    ):
+        matrix.read(recipe)
+
+
+def test_packed_data_that_are_too_short_are_refused_too(lay_out: LayOut) -> None:
+    sources = {"source": "python-sources", "path": None, "max_mib": 0.1, "held_out_fraction": 0.3}
+    with pytest.raises(UsageError, match=r"train.batch_size: .*python-sources.*bin: .* fewer than"):
+        lay_out({"base": {"data": sources, "train": {"batch_size": 40960}}})
 
 
 def test_python_sources_are_packed_once(write_recipe: WriteRecipe, tmp_path: Path) -> None:
@@ -142,6 +210,12 @@ def test_python_sources_are_packed_once(write_recipe: WriteRecipe, tmp_path: Pat
     before = token_file.stat().st_mtime_ns
     study.lay_out(plan, tmp_path / "s")
     assert token_file.stat().st_mtime_ns == before
+    packed = token_file.read_bytes()
+    for lost in (side_file(token_file).unlink, lambda: side_file(token_file).write_text("")):
+        lost()  # killed between the two renames, or a power cut after them
+        study.lay_out(plan, tmp_path / "s")
+        assert read_meta(token_file).sha256 == file_sha256(token_file)
+        assert token_file.read_bytes() == packed
 
 
 def test_lock_keeps_a_second_launcher_out(tmp_path: Path) -> None:
