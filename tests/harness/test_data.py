@@ -115,7 +115,9 @@ def test_changed_bytes_are_noticed(tmp_path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[5] ^= 1
     path.write_bytes(bytes(data))
-    with pytest.raises(UsageError, match="sha256 is .* but .*x.json says .*; pack it again"):
+    with pytest.raises(
+        UsageError, match="sha256 is .* but .*x.json says .*; put that file back, pack it again"
+    ):
         open_tokens(path)
 
 
@@ -123,7 +125,7 @@ def test_declared_digest_is_checked(tmp_path: Path) -> None:
     path = tmp_path / "x.bin"
     pack_bytes([b"abc %d" % i for i in range(100)], path, held_out_fraction=0.3, source="t")
     with pytest.raises(UsageError, match=r"but data.sha256 says 0000"):
-        open_tokens(path, "0" * 64)
+        open_tokens(path, {"data.sha256": "0" * 64})
 
 
 def test_missing_and_broken_side_files(tmp_path: Path) -> None:
@@ -149,7 +151,9 @@ def test_too_short_corpus_is_refused(tmp_path: Path) -> None:
     tokens, meta = open_tokens(path)
     with pytest.raises(UsageError, match=r"fewer than batch_size 64; use a larger corpus"):
         training_tokens(tokens, meta, 64, 64)
-    with pytest.raises(UsageError, match=r"fewer than train.eval_sequences 64; use a larger corpus"):
+    with pytest.raises(
+        UsageError, match=r"fewer than train.eval_sequences 64; hold out more of it, use a larger corpus"
+    ):
         held_out_rows(tokens, meta, 64, 64)
 
 
