@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from fp8parity import matrix
+from fp8parity.data import pack_bytes
 from fp8parity.jobs import RunState
 from fp8parity.plan import standby_of
 
@@ -111,10 +112,12 @@ def test_an_earlier_call_tells_rate_and_steady_tokens(bench: ModuleType) -> None
 @pytest.mark.parametrize("pauses", [True, False])
 @pytest.mark.parametrize("name", ["GPU", "MINIATURE"])
 def test_the_recipes_are_valid(
-    bench: ModuleType, tmp_path: Path, corpus: Path, name: str, pauses: bool, monkeypatch: pytest.MonkeyPatch
+    bench: ModuleType, tmp_path: Path, name: str, pauses: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    path = tmp_path / "recipe.yaml"
+    corpus, path = tmp_path / "corpus.bin", tmp_path / "recipe.yaml"
+    # long enough for the GPU's 512 sequences of 512
+    pack_bytes([b"%06d" % i * 400 for i in range(1000)], corpus, held_out_fraction=0.2, source="test")
     path.write_text(yaml.safe_dump(bench.recipe_of(getattr(bench, name), corpus, 4, 4, 640, pauses=pauses)))
     plan = matrix.read(path)
     assert (len(plan.runs), plan.pairs) == (8, 4)
