@@ -124,7 +124,9 @@ def _joined(
     if not len(steps):
         return _nothing(arm, ("the runs have no evaluation step in common",), warnings, seeds)
     longest = max(run.last_step for run in whole)
-    if health.ends_early(steps, longest, max(map(health.cadence_of, own_steps))):
+    # the cadences take longer than all else here, and matter only where the common steps end early
+    early = steps[-1] < health.LENGTH_FRAC * longest
+    if early and health.ends_early(steps, longest, max(map(health.cadence_of, own_steps))):
         text = f"the evaluations that all runs share end at step {int(steps[-1])} of {longest}"
         if not criteria.allow_prefix:
             return _nothing(arm, (text,), warnings, seeds)

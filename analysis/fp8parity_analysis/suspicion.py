@@ -159,11 +159,11 @@ def blow_ups(run_gaps: Sequence[FloatArray], seeds: Sequence[int], steps: IntArr
 
     `run_gaps` [n] of [r, K]: each test run against the mean of its control runs, not their mean, which hides one.
     """
-    found = {}
-    for seed, rows in zip(seeds, run_gaps, strict=True):
-        starts = [start for start in gaps.blow_up_starts(rows) if start is not None]
-        if starts:
-            found[seed] = int(steps[min(starts)])
+    owners = [seed for seed, rows in zip(seeds, run_gaps, strict=True) for _ in rows]
+    found: dict[int, int] = {}
+    for seed, start in zip(owners, gaps.blow_up_starts(np.concatenate(run_gaps)), strict=True):
+        if start is not None:
+            found[seed] = min(found.get(seed, int(steps[start])), int(steps[start]))
     return found
 
 
