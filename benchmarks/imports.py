@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from statistics import median
 
-IMPORTS = "import fp8parity.runner; from fp8parity.module import import_compiler; import_compiler()"
+IMPORTS = "import fp8parity.runner; from fp8parity import precision; precision.import_code_generation()"
 COMMANDS = {
     "collector on": f"{IMPORTS}",
     "collector off": f"from fp8parity.process import importing\nwith importing(): {IMPORTS}",

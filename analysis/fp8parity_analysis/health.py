@@ -118,16 +118,16 @@ def _steps_of(series: Series | None) -> IntArray:
     return np.zeros(0, np.int64) if series is None else series.steps
 
 
-def ends_early(steps: IntArray, longest: int, cadence: int | None = None) -> bool:
+def ends_early(steps: IntArray, longest: int, own: Sequence[IntArray] = ()) -> bool:
     """Return whether evaluations at `steps` [K] end 2 % of a run and one usual distance before it does.
 
-    `cadence` is that distance where the steps themselves do not show it: those common to runs of two cadences lie
-    farther apart than any run's own.
+    `own` are each run's steps, which show that distance where `steps` are only those in common: of runs of two cadences
+    they lie farther apart than any run's own.
     """
     last = int(steps[-1]) if len(steps) else 0
     if last >= LENGTH_FRAC * longest:
         return False
-    return last + (cadence_of(steps) if cadence is None else cadence) <= longest
+    return last + max(map(cadence_of, own or (steps,))) <= longest
 
 
 def cadence_of(steps: IntArray) -> int:

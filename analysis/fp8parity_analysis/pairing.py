@@ -118,15 +118,13 @@ def _joined(
     control = {seed: control_runs_of(arm, seed, criteria) for seed in seeds}
     test = {seed: distinct(arm.test[seed], criteria) for seed in seeds}
     whole = [run for seed in seeds for run in (*control[seed], *(test[seed] if seed not in diverged else ()))]
-    own_steps = [endpoint_series(run, criteria).steps for run in whole]
-    steps = common_steps([endpoint_series(run, criteria) for run in whole])
+    series = [endpoint_series(run, criteria) for run in whole]
+    steps = common_steps(series)
     steps = steps[steps >= 0]
     if not len(steps):
         return _nothing(arm, ("the runs have no evaluation step in common",), warnings, seeds)
     longest = max(run.last_step for run in whole)
-    # the cadences take longer than all else here, and matter only where the common steps end early
-    early = steps[-1] < health.LENGTH_FRAC * longest
-    if early and health.ends_early(steps, longest, max(map(health.cadence_of, own_steps))):
+    if health.ends_early(steps, longest, [item.steps for item in series]):
         text = f"the evaluations that all runs share end at step {int(steps[-1])} of {longest}"
         if not criteria.allow_prefix:
             return _nothing(arm, (text,), warnings, seeds)

@@ -119,9 +119,7 @@ def status(
 def train(run_dir: Annotated[Path, typer.Argument(help="A run directory with its spec.json.")]) -> None:
     """Train one run to its end, resuming from its last checkpoint. Exit 0 finished, 20 diverged."""
     from fp8parity.process import importing
-    from fp8parity.quiet import be_quiet
 
-    be_quiet()
     with importing():
         from fp8parity import runner
 

@@ -76,11 +76,6 @@ def build_model(
     return BuiltModel(model, init_digest, record, plan)
 
 
-def import_compiler() -> None:
-    """Import what `compile_blocks` needs, a fifth of all that a worker imports, before there is a model."""
-    precision.import_code_generation()
-
-
 def compile_blocks(model: nn.Module) -> None:
     """Compile each decoder block, in the same way in both arms.
 

@@ -22,7 +22,7 @@ import torch
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from pydantic import ValidationError
 
-from fp8parity import environment
+from fp8parity import environment, precision
 from fp8parity.callbacks import (
     EvaluatorBeforeTraining,
     HeldOutEvaluator,
@@ -45,7 +45,7 @@ from fp8parity.errors import EXIT_DIVERGED, InterruptedRunError, UsageError
 from fp8parity.fork import require_same_data
 from fp8parity.fork_state import StartState, load_start
 from fp8parity.kept import CheckpointKeeper
-from fp8parity.module import LMModule, TokenDataModule, import_compiler
+from fp8parity.module import LMModule, TokenDataModule
 from fp8parity.own_spec import origin_of, untagged, with_own_part
 from fp8parity.phases import Phase, PhaseLog, phase_after
 from fp8parity.probe_recorder import ProbeRecorder
@@ -141,8 +141,9 @@ def _validated(run_dir: Path, model: type[Part], key: str, values: Any) -> Part:
 
 def import_compiler_for(run_dir: Path) -> None:
     """Import the compiler now if the run in `run_dir` compiles; `UsageError` as `read_order`."""
+    be_quiet()
     if read_order(run_dir).spec.train.compile == "blocks":
-        import_compiler()
+        precision.import_code_generation()
 
 
 def resolve_device(spec: RunSpec) -> str:

@@ -25,7 +25,7 @@ from fp8parity.matrix import Matrix, PlannedRun, resolve_data_path
 from fp8parity.process import LOCK_FILE, start_ticks
 from fp8parity.spec import DataSpec
 from fp8parity.study_changes import what_changed
-from fp8parity.token_meta import read_meta
+from fp8parity.token_meta import TokenMeta, read_meta
 from fp8parity.version_gates import version_problems
 from fp8parity_analysis import schema
 from fp8parity_analysis.criteria import Criteria
@@ -115,27 +115,24 @@ def _token_file(out: Path, run: PlannedRun, recipe_dir: Path) -> Path:
     return path
 
 
-def _check_corpus(run: PlannedRun, path: Path) -> None:
+def _check_corpus(run: PlannedRun, path: Path, meta: TokenMeta) -> None:
     """Fail before the first process starts when the corpus is too short; runner.py checks again with the tokens.
 
     `matrix.expand` has checked a token file of the user's; others are packed only now.
     """
-    meta = read_meta(path)
     require_same_data(run.spec, meta.sha256)
     for (section, key), message in corpus_problems(run.spec, meta, path):
         raise UsageError(f"{section}.{key}: {message}")
 
 
-def _check_same_tokens(matrix: Matrix, out: Path, files: Mapping[str, Path]) -> None:
-    """Fail before the first process starts when a run of the study was trained, or half trained, on other tokens."""
-    for run in matrix.runs:
-        run_dir, digest = out / schema.RUNS_DIR / run.run_id, read_meta(files[run.run_id]).sha256
-        trained = _trained_on(run_dir)
-        if trained not in (None, digest):
-            raise UsageError(
-                f"{files[run.run_id]}: its sha256 is {digest[:16]}..., but {run.run_id} of this study was trained on "
-                f"{str(trained)[:16]}...; put that file back, or use another --out directory"
-            )
+def _check_same_tokens(run: PlannedRun, out: Path, path: Path, meta: TokenMeta) -> None:
+    """Fail before the first process starts when the run was trained, or half trained, on other tokens."""
+    trained = _trained_on(out / schema.RUNS_DIR / run.run_id)
+    if trained not in (None, meta.sha256):
+        raise UsageError(
+            f"{path}: its sha256 is {meta.sha256[:16]}..., but {run.run_id} of this study was trained on "
+            f"{str(trained)[:16]}...; put that file back, or use another --out directory"
+        )
 
 
 def _trained_on(run_dir: Path) -> str | None:
@@ -207,7 +204,7 @@ def lay_out(matrix: Matrix, out: Path) -> list[Path]:
 
     Safe to call again: finished and interrupted runs are kept, new seeds or arms are added. The criteria of the
     first call stay recorded as `criteria_at_launch`. Raises `UsageError` when `out` holds another study or other
-    packages, or when a corpus is too short.
+    packages, when a corpus is too short, or is not the one that a run has begun with.
     """
     study = _check_same_study(matrix, out)
     environment.check_packages(out)
@@ -218,9 +215,11 @@ def lay_out(matrix: Matrix, out: Path) -> list[Path]:
             left.unlink()  # whoever wrote it was killed: the directory is ours alone (`lock`)
     recipe_dir = matrix.recipe_path.parent
     files = {run.run_id: _token_file(out, run, recipe_dir) for run in matrix.runs}
+    metas = {path: read_meta(path) for path in set(files.values())}
     for run in matrix.runs:
-        _check_corpus(run, files[run.run_id])
-    _check_same_tokens(matrix, out, files)
+        path = files[run.run_id]
+        _check_corpus(run, path, metas[path])
+        _check_same_tokens(run, out, path, metas[path])
     criteria = criteria_of(matrix)
     recipe = matrix.recipe_path.read_bytes()
     write_json(
@@ -240,7 +239,7 @@ def lay_out(matrix: Matrix, out: Path) -> list[Path]:
         },
     )
     (out / schema.RECIPE_COPY).write_bytes(recipe)
-    return [_lay_out_run(run, out, matrix, files[run.run_id]) for run in matrix.runs]
+    return [_lay_out_run(run, out, matrix, files[run.run_id], metas) for run in matrix.runs]
 
 
 def _kept_stops(study: Mapping[str, Any] | None, criteria: Criteria) -> dict[str, Any]:
@@ -251,19 +250,19 @@ def _kept_stops(study: Mapping[str, Any] | None, criteria: Criteria) -> dict[str
     return {STOPPED_EARLY: [entry for entry in study[STOPPED_EARLY] if entry.get("criteria") == digest]}
 
 
-def _lay_out_run(run: PlannedRun, out: Path, matrix: Matrix, token_file: Path) -> Path:
+def _lay_out_run(
+    run: PlannedRun, out: Path, matrix: Matrix, token_file: Path, metas: Mapping[Path, TokenMeta]
+) -> Path:
     run_dir = out / schema.RUNS_DIR / run.run_id
     path = run_dir / schema.SPEC_FILE
     if path.exists() and (run_dir / schema.MANIFEST_FILE).exists():
-        return (
-            run_dir  # it says how the run was trained and probed: nothing in the file changes that any more
-        )
+        return run_dir  # the file says how the run was trained and probed: nothing changes that any more
     run_dir.mkdir(parents=True, exist_ok=True)
     data_path = os.path.relpath(token_file.resolve(), run_dir.resolve())
     every = matrix.runtime.checkpoint_every or max(1, run.spec.train.steps // 10)
     recipe_dir = os.path.relpath(matrix.recipe_path.parent.resolve(), run_dir.resolve())
     document = run.to_json(matrix.name, data_path, every, recipe_dir)
-    document["data_sha256"] = read_meta(token_file).sha256
+    document["data_sha256"] = metas[token_file].sha256
     if matrix.runtime.checkpoint_every is None:
         document["checkpoint_share"] = CHECKPOINT_SHARE
     if run.role == schema.Role.CONTROL and matrix.runtime.keep_checkpoints:

