@@ -40,8 +40,8 @@ def _transformers() -> Any:
         raise UsageError(
             f"kind: hf needs the package transformers ({error}); install fp8parity with the extra hf"
         ) from error
-    transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    transformers.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
     return transformers
 
 
