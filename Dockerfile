@@ -1,7 +1,9 @@
 # fp8parity in a container.
 #   CPU:   docker build -t fp8parity .
 #   CUDA:  docker build -t fp8parity --build-arg TORCH_SPEC='torch==2.13.0' --build-arg TORCH_INDEX=<a CUDA wheel index> .
-#   docker run --rm --gpus all -v "$PWD/out:/work/out" fp8parity run recipes/granularity.yaml --out out/granularity
+#   mkdir -p out   # else docker makes it, and it is root's
+#   docker run --rm --gpus all --user "$(id -u):$(id -g)" -e HOME=/tmp -e USER=fp8parity -v "$PWD/out:/work/out" \
+#       fp8parity run recipes/granularity.yaml --out out/granularity
 FROM python:3.11.13-slim-bookworm
 
 # TORCH_INDEX, when given, is where pip finds the torch build for your hardware.

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from fp8parity.errors import EXIT_INTERRUPTED, EXIT_USAGE, Fp8ParityError
+from fp8parity_analysis.schema import SCHEMA_VERSION
 
 app = typer.Typer(
     name="fp8parity",
@@ -45,15 +46,9 @@ def _print_json(document: Any) -> None:
 def plan(recipe: Recipe, as_json: AsJson = False) -> None:
     """Show what a recipe file would train, what it could detect, and every error it has. Trains nothing."""
     from fp8parity import matrix
-    from fp8parity.errors import UsageError
-    from fp8parity.plan import plan_document, plan_errors
+    from fp8parity.plan import plan_document
 
-    try:
-        document = plan_document(matrix.read(recipe))
-    except UsageError as error:
-        if as_json:
-            _print_json(plan_errors(error))
-        raise
+    document = plan_document(matrix.read(recipe))
     if as_json:
         _print_json(document)
         return
@@ -354,18 +349,25 @@ def _fail(message: str, code: int) -> int:
     return code
 
 
-def _run_app(arguments: list[str] | None) -> int:
+def _refused(message: str, code: int, arguments: list[str]) -> int:
+    """Say why nothing was done; a command that was to print one JSON document prints that one."""
+    if "--json" in arguments:
+        _print_json({"schema_version": SCHEMA_VERSION, "errors": message.splitlines()})
+    return _fail(message, code)
+
+
+def _run_app(arguments: list[str]) -> int:
     from fp8parity_analysis.errors import BadInputError
 
     try:
         result = app(args=arguments, standalone_mode=False)
         return result if isinstance(result, int) else 0
     except Fp8ParityError as error:
-        return _fail(str(error), error.exit_code)
+        return _refused(str(error), error.exit_code, arguments)
     except BadInputError as error:
-        return _fail(str(error), EXIT_USAGE)
+        return _refused(str(error), EXIT_USAGE, arguments)
     except _ClickError as error:
-        return _fail(f"{error.format_message()} (see fp8parity --help)", EXIT_USAGE)
+        return _refused(f"{error.format_message()} (see fp8parity --help)", EXIT_USAGE, arguments)
     except (typer.Abort, KeyboardInterrupt):
         return _fail("interrupted; run the same command again to resume", EXIT_INTERRUPTED)
     except ModuleNotFoundError as error:
@@ -387,4 +389,4 @@ def _run_app(arguments: list[str] | None) -> int:
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line and exit; failures the user can act on are one line each, without a traceback."""
-    sys.exit(_run_app(arguments))
+    sys.exit(_run_app(sys.argv[1:] if arguments is None else arguments))

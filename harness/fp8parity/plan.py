@@ -234,7 +234,7 @@ def plan_document(matrix: Matrix) -> dict[str, Any]:
     Keys: study, runs, pairs, controls, shared_controls, slots, total_tokens, hours and wall_hours (None without
     runtime.tokens_per_s), memory_bytes (of the largest run), standby (how far workers prepare ahead of their turn, or
     None), standby_bytes (what one of them holds of its device), arms, order (run ids as they start), detection, errors
-    (none, or `plan_errors` says them), words.
+    (none: a recipe file with errors is refused), words.
     """
     grouped: dict[tuple[str, str], list[PlannedRun]] = {}
     for run in matrix.runs:
@@ -293,8 +293,3 @@ def _tail_words(arms: list[dict[str, Any]]) -> list[str]:
         if arm["switch_at"] is not None
     ]
     return list(dict.fromkeys(told))  # once for an arm of several groups
-
-
-def plan_errors(error: Exception) -> dict[str, Any]:
-    """Return the document of a recipe file that cannot run: every error of every cell, one per entry."""
-    return {"schema_version": SCHEMA_VERSION, "errors": str(error).splitlines()}

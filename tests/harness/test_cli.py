@@ -336,6 +336,27 @@ def test_plan_json_lists_every_error(write_recipe: WriteRecipe, capsys: pytest.C
     assert any("base.optim.lrr: unknown key" in line for line in errors)
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("judge", "nowhere.csv"),
+        ("judge", "nowhere.csv", "--margin", "-1"),
+        ("status", "nowhere"),
+        ("status", "nowhere", "--no-such-option"),
+        ("selftest", "--recipe", "no_such_recipe"),
+    ],
+    ids=" ".join,
+)
+def test_json_of_a_refusal_is_one_document(
+    arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, err = call(capsys, *arguments, "--json")
+    document = json.loads(out)
+    assert (code, document["schema_version"]) == (64, 1)
+    assert document["errors"]
+    assert [f"fp8parity: {line}" for line in document["errors"]] == err.splitlines()
+
+
 def test_unreadable_run_directory(lay_out: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     lay_out()
     broken = next((tmp_path / "study" / "runs").iterdir()) / schema.SPEC_FILE
