@@ -43,7 +43,7 @@ def require_mlflow() -> None:
     from importlib.util import find_spec
 
     if find_spec("mlflow") is None:
-        raise BadInputError("mlflow is not installed; pip install 'fp8parity[mlflow]'")
+        raise BadInputError("mlflow is not installed; install fp8parity with the extra mlflow")
 
 
 def check_uri(uri: str) -> str:

@@ -374,7 +374,7 @@ def _run_app(arguments: list[str]) -> int:
         if (error.name or "").partition(".")[0] not in ("torch", "torchao", "lightning"):
             raise
         return _fail(
-            f"this command trains, and {error.name} is not installed; pip install 'fp8parity[train]'",
+            f"this command trains, and {error.name} is not installed; install fp8parity with the extra train",
             EXIT_USAGE,
         )
     except OSError as error:
