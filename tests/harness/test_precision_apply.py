@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
 from functools import cache
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+import torchao
 from torch import Tensor, nn
 
 from fp8parity import precision
@@ -328,6 +330,51 @@ def test_a_torchao_without_the_expected_tile_is_refused_by_name() -> None:
     delattr(kernels, name)
     with pytest.raises(UsageError, match=name):
         torchao_blockwise.fix_tiles(kernels)
+
+
+class KernelSource:
+    """What a Triton JIT function offers of its source."""
+
+    def __init__(self, src: str) -> None:
+        self.src = src
+
+    def _unsafe_update_src(self, src: str) -> None:
+        self.src = src
+
+
+def installed_kernels() -> SimpleNamespace:
+    """The sources of the installed torchao's quantisation kernels; their module needs triton to be imported."""
+    path = Path(torchao.__file__).parent / "prototype/blockwise_fp8_training/kernels.py"
+    text = path.read_text(encoding="utf-8")
+    functions = {n.name: n for n in ast.parse(text).body if isinstance(n, ast.FunctionDef)}
+    sources = {n: ast.get_source_segment(text, functions[n]) or "" for n in torchao_blockwise.TILES}
+    return SimpleNamespace(**{n: SimpleNamespace(fn=KernelSource(src)) for n, src in sources.items()})
+
+
+def test_each_blockwise_quantiser_gives_a_group_with_a_nan_a_nan_scale() -> None:
+    kernels = installed_kernels()
+    before = {name: kernel.fn.src for name, kernel in vars(kernels).items()}
+    for _ in range(2):  # every converted layer asks for it
+        torchao_blockwise.pass_on_non_finite(kernels)
+    for name, kernel in vars(kernels).items():
+        old, new = before[name].splitlines(), kernel.fn.src.splitlines()
+        added, taken = [line for line in new if line not in old], [line for line in old if line not in new]
+        assert (len(added), len(taken)) == (3, 1), name
+        axis = "" if "weight" in name else ", axis=1" if name.endswith("act_quant_lhs_kernel") else ", axis=0"
+        assert f"tl.abs(x){axis})" in taken[0]
+        assert f"bitcast=True){axis})" in new[new.index(added[0])]
+        assert "float('nan')" in new[new.index(added[0]) + 2]  # after the clamp, which loses a NaN
+        assert "scale = (FP8_MAX / amax)" in new[new.index(added[0]) + 3]
+        ast.parse(kernel.fn.src)
+
+
+def test_a_torchao_that_takes_the_amax_in_another_way_is_refused_by_name() -> None:
+    kernels = installed_kernels()
+    name = "triton_fp8_blockwise_weight_quant_rhs_kernel"
+    source = getattr(kernels, name).fn
+    source.src = source.src.replace("tl.max(tl.abs(x))", "tl.max(x)")
+    with pytest.raises(UsageError, match=f"{name}, this torchao takes .*install torchao 0.18"):
+        torchao_blockwise.pass_on_non_finite(kernels)
 
 
 def test_every_recipe_has_the_reference_backend() -> None:

@@ -13,11 +13,17 @@ before the first step of a model. A tile cannot change a code: a group's amax an
 many groups a program handles (`tests/gpu/test_blockwise_kernels.py` compares all tiles). So each kernel is
 given one of torchao's own tiles, chosen for Hopper: 128-byte rows of loads and stores, no spilled register,
 1024 threads per multiprocessor.
+
+torchao's kernels turn a NaN into a finite number: `tl.max` and `tl.clamp` become `max.f32` and `min.xorsign.abs.f32`,
+which return the operand that is no NaN, so a diverged run would train on. `pass_on_non_finite` corrects the one line
+that takes the amax: a group with an inf or NaN gets a NaN scale, as in `casts.py`, and the GEMM multiplies by it.
+No read, write or launch is added.
 """
 
 from __future__ import annotations
 
 import functools
+import re
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -62,6 +68,45 @@ def fix_tiles(kernels: Any) -> None:
         kernel.configs = kept[:1]
 
 
+_AMAX = re.compile(
+    r"^( *)amax = tl\.clamp\(tl\.max\(tl\.abs\(x\)((?:, axis=[01])?)\), min=EPS, max=float\(\"inf\"\)\)"
+    r"\.to\(tl\.float64\)$",
+    re.MULTILINE,
+)
+"""How torchao 0.18 takes the amax in each quantisation kernel."""
+
+_NAN_SCALE = "amax = tl.where(top < float('inf'), amax, float('nan'))"
+
+# As integers, the bits of |x| are ordered as the numbers are, with inf and then NaN above them: one maximum finds both.
+# Not max.NaN, beside which Triton misplaces transposed FP8 stores (triton-lang/triton issue 11111).
+_CORRECTED = (
+    r"\1top = tl.max(tl.abs(x).to(tl.float32).to(tl.int32, bitcast=True)\2).to(tl.float32, bitcast=True)\n"
+    r"\1amax = tl.clamp(top, min=EPS, max=float('inf')).to(tl.float64)\n"
+    rf"\1{_NAN_SCALE}"
+)
+
+
+def pass_on_non_finite(kernels: Any) -> None:
+    """Let each quantisation kernel of torchao's module give a group that holds an inf or NaN a NaN scale.
+
+    Repeatable; finite operands get the codes and scales they had. Raises `UsageError` when a kernel takes its amax
+    in another way than torchao 0.18's.
+    """
+    for name in TILES:
+        source = getattr(kernels, name).fn  # the JIT function under the tuner
+        if _NAN_SCALE in source.src:
+            continue
+        corrected, found = _AMAX.subn(_CORRECTED, source.src)
+        if found != 1:
+            raise UsageError(
+                f"precision.backend: torchao_blockwise expects torchao 0.18's kernel {name}, this torchao takes the "
+                "amax in another way, which may turn a NaN into a finite number; install torchao 0.18, or write "
+                "backend: reference"
+            )
+        # Triton's way to change a kernel; the compiler and every compile cache read the source from here
+        source._unsafe_update_src(corrected)
+
+
 def _import_linear() -> Any:
     """Import torchao's module, which imports Triton at its top; `UsageError` says what is missing."""
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0):
@@ -80,6 +125,7 @@ def _import_linear() -> Any:
             "0.18, or write backend: reference"
         ) from error
     fix_tiles(kernels)
+    pass_on_non_finite(kernels)
     return linear
 
 
