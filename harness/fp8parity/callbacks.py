@@ -17,7 +17,7 @@ from fp8parity.data import BatchPlan
 from fp8parity.errors import ExecutionMismatchError
 from fp8parity.heldout import bf16_twin, held_out_loss
 from fp8parity.module import LMModule, MicroBatch
-from fp8parity.own_model import leaving_no_trace
+from fp8parity.own_trace import leaving_no_trace
 from fp8parity.progress import Heartbeat
 from fp8parity.proof import ExecutionProof, prove
 from fp8parity.recorder import FLUSH_EVERY, CurveRecorder

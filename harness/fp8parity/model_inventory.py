@@ -26,6 +26,7 @@ from fp8parity import own_model
 from fp8parity.errors import UsageError
 from fp8parity.own_sources import import_target
 from fp8parity.own_spec import HfModelSpec, ImportModelSpec, Inventory, LinearFacts
+from fp8parity.own_trace import Trace
 from fp8parity.probe_signals import blocks_of
 from fp8parity.spec import OwnModelSpec
 
@@ -123,10 +124,11 @@ def _dropouts(model: nn.Module) -> list[str]:
 
 
 def _run(model: nn.Module, context: int) -> tuple[_Pass, Tensor, _Watch]:
-    """Run one forward pass in training mode; `UsageError` when it draws random numbers or changes buffers."""
+    """Run one forward pass as `model` stands; `UsageError` when it draws random numbers or leaves a trace."""
     linears = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear)}
     tokens = torch.zeros((BATCH, context), dtype=torch.int64)
     before = {name: (buffer, buffer._version) for name, buffer in model.named_buffers()}
+    trace = Trace(model)
     with _observed(linears) as seen, _Watch() as watch:
         logits = model(tokens)
     name = type(model).__name__
@@ -146,7 +148,16 @@ def _run(model: nn.Module, context: int) -> tuple[_Pass, Tensor, _Watch]:
             f"{name} changes the buffers {', '.join(changed[:3])} in its forward pass; a pass must leave the model as "
             "it was (no running statistics, no counters)"
         )
+    trace.check()
     return seen, logits, watch
+
+
+def _evaluate(model: nn.Module, context: int) -> None:
+    """Run one forward pass as an evaluation does; `UsageError` as `_run`."""
+    model.eval()
+    with torch.no_grad():
+        _run(model, context)
+    model.train()
 
 
 def _refusal(linear: nn.Linear, parent: nn.Module) -> str:
@@ -158,10 +169,11 @@ def _refusal(linear: nn.Linear, parent: nn.Module) -> str:
 
 
 def inspect(model: nn.Module, context: int) -> Inventory:
-    """Return the inventory of an adapted model, by one forward pass over tokens [2, context].
+    """Return the inventory of an adapted model, by a forward pass over tokens [2, context] in training and evaluation.
 
     Raises `UsageError`, naming the module, for a model that returns no logits [batch, context, vocabulary], has no
-    linear, uses one linear in two places, keeps tensors in plain attributes, draws random numbers or changes buffers.
+    linear, uses one linear in two places, keeps tensors in plain attributes, draws random numbers or leaves a trace
+    (`own_trace`).
     """
     linears = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear)}
     if not linears:
@@ -178,6 +190,7 @@ def inspect(model: nn.Module, context: int) -> Inventory:
             "the device with the model nor are watched for changes; write register_buffer(..., persistent=False)"
         )
     seen, logits, watch = _run(model, context)
+    _evaluate(model, context)
     repeated = next((fqn for fqn in seen.order if seen.order.count(fqn) > 1), None)
     if repeated:
         times = seen.order.count(repeated)

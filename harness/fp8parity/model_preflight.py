@@ -32,7 +32,7 @@ CACHE = "FP8PARITY_CACHE"
 TIMEOUT_S = 900.0
 """Longest time that building a model and one forward pass may take."""
 
-_ASKED = ("model_inventory.py", "own_model.py", "hf_model.py", "probe_signals.py")
+_ASKED = ("model_inventory.py", "own_model.py", "own_trace.py", "hf_model.py", "probe_signals.py")
 """Our own files that an answer depends on."""
 
 Problem = tuple[tuple[str, str], str]

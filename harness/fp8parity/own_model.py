@@ -156,34 +156,3 @@ def enable_checkpointing(model: nn.Module) -> None:
     """Let the blocks be recomputed, by the model's own method as transformers names it."""
     enable: Any = model.gradient_checkpointing_enable
     enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-
-
-@contextlib.contextmanager
-def leaving_no_trace(model: nn.Module) -> Iterator[None]:
-    """Raise `UsageError` when what runs inside draws random numbers or changes a buffer.
-
-    Either would make a number depend on more than seed and step: on how often one looked, or on where a run resumed.
-    """
-    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    states = _generator_states(model)
-    yield
-    changed = [
-        name
-        for name, buffer in model.named_buffers()
-        if name not in buffers or not torch.equal(buffers[name], buffer)
-    ]
-    if changed:
-        raise UsageError(
-            f"{type(model).__name__}: its forward pass changes the buffers {', '.join(changed[:3])}; a pass must leave "
-            "the model as it was (no running statistics, no counters)"
-        )
-    if any(not torch.equal(a, b) for a, b in zip(states, _generator_states(model), strict=True)):
-        raise UsageError(
-            f"{type(model).__name__}: its forward pass draws random numbers (dropout?); set them to 0, so that every "
-            "number follows from seed and step"
-        )
-
-
-def _generator_states(model: nn.Module) -> list[Tensor]:
-    devices = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
-    return [torch.get_rng_state(), *(torch.cuda.get_rng_state(index) for index in devices)]

@@ -17,6 +17,7 @@ from fp8parity.own_spec import Inventory, LinearFacts
 from fp8parity.probe_signals import blocks_of
 
 from . import own_models as m
+from . import trace_models as t
 
 CONTEXT = 8
 
@@ -75,6 +76,15 @@ def test_tied_embedding_and_logits_in_an_object_are_handled() -> None:
         (m.Twice, r"Twice: layers\.0\.a runs 2 times in one forward pass"),
         (m.Dropped, r"draws random numbers .*drop \(p=0\.1\)"),
         (m.Counting, "changes the buffers seen"),
+        (
+            t.Counted,
+            r"Counted: its forward pass changes the attributes layers\.1\.calls; .*use local variables",
+        ),
+        (t.Evaluated, "changes the attributes seen"),
+        (t.OwnGenerator, "changes the attributes generator"),
+        (t.Remembering, "changes the attributes cache"),
+        (t.LayerDrop, "draws random numbers from Python's random"),
+        (t.Noisy, r"draws random numbers from numpy\.random"),
         (m.Plain, r"plain attributes \(layers\.1\.table\).*register_buffer\(\.\.\., persistent=False\)"),
         (m.NoLinear, r"NoLinear has no nn\.Linear"),
         (m.half, "parameter embed.weight is bfloat16 on cpu; build the model in float32"),
@@ -84,6 +94,10 @@ def test_tied_embedding_and_logits_in_an_object_are_handled() -> None:
 def test_a_model_that_breaks_a_rule_is_refused_by_name(build: Any, reason: str) -> None:
     with pytest.raises(UsageError, match=reason):
         facts(build())
+
+
+def test_attributes_of_every_kind_are_allowed_while_they_stay_the_same() -> None:
+    assert facts(t.Tagged()) == facts(m.Model())
 
 
 def test_fused_attention_without_dropout_draws_nothing_and_with_it_does() -> None:

@@ -14,7 +14,7 @@ from fp8parity.errors import UsageError
 from fp8parity.layer_policy import resolve
 from fp8parity.model import parameters_digest
 from fp8parity.model_inventory import inspect, respond
-from fp8parity.own_model import adapt, leaving_no_trace, logits_of, plain_twin
+from fp8parity.own_model import adapt, logits_of, plain_twin
 from fp8parity.own_sources import sources_of
 from fp8parity.own_spec import ImportModelSpec
 from fp8parity.shapes import linear_shapes
@@ -92,20 +92,6 @@ def test_compiled_blocks_and_hooks_of_the_twin_are_its_own() -> None:
     twin = plain_twin(model)
     assert all(layer._compiled_call_impl is None for layer in twin.layers)
     assert twin(torch.zeros(1, 4, dtype=torch.int64)).shape == (1, 4, m.VOCAB)
-
-
-def test_a_forward_pass_that_leaves_a_trace_is_refused() -> None:
-    tokens = torch.zeros(1, 4, dtype=torch.int64)
-    dropped, counting, buffered = adapt(m.Dropped()), adapt(m.Counting()), adapt(m.Buffered())
-    with (
-        pytest.raises(UsageError, match="Dropped: its forward pass draws random numbers"),
-        leaving_no_trace(dropped),
-    ):
-        dropped(tokens)
-    with pytest.raises(UsageError, match="changes the buffers seen"), leaving_no_trace(counting):
-        counting(tokens)
-    with leaving_no_trace(buffered):
-        buffered(tokens)
 
 
 def test_logits_are_checked_at_every_call() -> None:
