@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
@@ -12,10 +14,12 @@ import numpy as np
 import numpy.typing as npt
 
 from fp8parity_analysis import schema
+from fp8parity_analysis.mlflow_gap import TRAINING, gap_percent
+from fp8parity_analysis.mlflow_keys import allowed_key
 from fp8parity_analysis.schema import Role
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     import pandas as pd
 
@@ -26,12 +30,14 @@ MAX_POINTS = 2000
 
 GAP_METRIC = "pair/gap_percent"
 _CURVES = {
-    "train/loss": "train_loss",
+    TRAINING: "train_loss",
     "train/grad_norm": "grad_norm",
     "train/lr": "lr",
     "train/tokens": "tokens",
     "train/step_time": "step_time",
 }
+_SECTIONS = ("model", "optim", "train", "fork_from", "parent")
+_RUNS_OWN = ("seed", "replica", "replica_kind")
 _MAX_PARAM = 500
 _MAX_DIGEST = 36
 
@@ -103,7 +109,10 @@ def run_name(spec: Mapping[str, Any]) -> str:
 
 
 def params_of(spec: Mapping[str, Any], *, many_groups: bool) -> dict[str, str]:
-    """Return the parameters that people filter and group by; `recipe` is spelt as in the verdicts."""
+    """Return the parameters that people filter and group by; `recipe` is spelt as in the verdicts.
+
+    Settings that a loop of one's own states outside of the usual sections are `settings.NAME`.
+    """
     run = spec["spec"]
     recipe = f"{spec['group']}/{spec['arm']}" if many_groups else spec["arm"]
     own = {key: spec[key] for key in ("arm", "role", "seed", "replica", "replica_kind")}
@@ -114,9 +123,12 @@ def params_of(spec: Mapping[str, Any], *, many_groups: bool) -> dict[str, str]:
         for key in ("keep_first", "keep_last", "unit", "backend", "switch_at")
         if key in precision
     }
-    for part in ("model", "optim", "train", "fork_from", "parent"):
-        chosen |= {f"{part}.{key}": value for key, value in run.get(part, {}).items()}
-    return {key: str(value)[:_MAX_PARAM] for key, value in chosen.items()}
+    for part in _SECTIONS:
+        if isinstance(section := run.get(part), Mapping):
+            chosen |= {f"{part}.{key}": value for key, value in section.items()}
+    stated = {key: value for key, value in run.items() if key not in _RUNS_OWN}
+    chosen |= {f"settings.{key}": value for key, value in stated.items() if not isinstance(value, Mapping)}
+    return {allowed_key(key): str(value)[:_MAX_PARAM] for key, value in chosen.items()}
 
 
 def _kept(rows: int, planned: int, *, ended: bool) -> npt.NDArray[np.bool_]:
@@ -157,11 +169,15 @@ def clock_of(curve: pd.DataFrame, start_ms: int) -> tuple[IntArray, IntArray]:
     return curve["step"].to_numpy(dtype=np.int64), start_ms + (seconds.cumsum() * 1000).astype(np.int64)
 
 
-def series_of(record: RunRecord, control: RunRecord | None, start_ms: int) -> dict[str, Points]:
-    """Return every metric of a run; `control` is the BF16 run of its seed, None for a control itself."""
-    ended, train = record.manifest is not None, record.spec["spec"]["train"]
-    steps = int(train["steps"])
-    evals = max(1, steps // max(1, int(train.get("eval_every", 1))))
+def series_of(
+    record: RunRecord, control: RunRecord | None, start_ms: int, criteria: Mapping[str, Any]
+) -> tuple[dict[str, Points], str]:
+    """Return every metric of a run and which of them its gap compares, empty without a gap.
+
+    `control` is the BF16 run of its seed, None for a control itself; `criteria` are the study's.
+    """
+    ended = record.manifest is not None
+    steps, evals = _planned(record)
     clock = clock_of(record.curve, start_ms)
     found = {
         name: points_of(
@@ -174,33 +190,35 @@ def series_of(record: RunRecord, control: RunRecord | None, start_ms: int) -> di
         for name, column in _CURVES.items()
     }
     for key, rows in record.evals.groupby(["split", "eval_precision"], sort=False):
-        found[f"{key[0]}/{key[1]}"] = points_of(
+        found[allowed_key(f"{key[0]}/{key[1]}")] = points_of(
             rows["step"].to_numpy(), rows["loss"].to_numpy(), clock=clock, planned=evals, ended=ended
         )
+    compared = ""
     if control is not None:
-        at, gaps = gap_percent(record, control)
-        rows_planned = evals if len(record.evals) else steps
+        compared, at, gaps = gap_percent(record, control, criteria)
+        rows_planned = steps if compared == TRAINING else evals
         found[GAP_METRIC] = points_of(at, gaps, clock=clock, planned=rows_planned, ended=ended)
-    return {name: points for name, points in found.items() if len(points.steps) or points.left_out}
+    kept = {name: points for name, points in found.items() if len(points.steps) or points.left_out}
+    return kept, compared if GAP_METRIC in kept else ""
 
 
-def gap_percent(record: RunRecord, control: RunRecord) -> tuple[IntArray, FloatArray]:
-    """Return steps and 100 * ln(run's loss / BF16 loss): held out in a BF16 forward, else the training loss."""
-    mine, theirs = _endpoint(record), _endpoint(control)
-    joined = mine.merge(theirs, on="step", suffixes=("_run", "_control")).sort_values("step")
-    with np.errstate(divide="ignore", invalid="ignore"):
-        gaps = 100 * np.log(
-            joined["loss_run"].to_numpy(dtype=float) / joined["loss_control"].to_numpy(dtype=float)
-        )
-    return joined["step"].to_numpy(dtype=np.int64), gaps
+def _planned(record: RunRecord) -> tuple[int, int]:
+    """Return how many training rows and evaluations the finished run is to have.
+
+    A loop of one's own need not say: then it is what fits the next doubling of the distance between points, so that a
+    growing run is copied afresh only at a doubling.
+    """
+    train = record.spec["spec"].get("train")
+    if isinstance(train, Mapping) and isinstance(train.get("steps"), int):
+        steps = int(train["steps"])
+        every = train.get("eval_every")
+        return steps, max(1, steps // max(1, every if isinstance(every, int) else 1))
+    return _doubled(len(record.curve)), _doubled(len(record.evals))
 
 
-def _endpoint(record: RunRecord) -> pd.DataFrame:
-    evals = record.evals
-    chosen = evals[(evals["split"] == schema.HELD_OUT) & (evals["eval_precision"] == schema.EVAL_BF16)]
-    if len(chosen):
-        return chosen[["step", "loss"]]
-    return record.curve[["step", "train_loss"]].rename(columns={"train_loss": "loss"})
+def _doubled(rows: int) -> int:
+    most = MAX_POINTS - 1
+    return most << math.ceil(math.log2(max(1.0, rows / most)))
 
 
 def controls(records: Sequence[RunRecord]) -> dict[tuple[str, int], RunRecord]:
@@ -222,7 +240,8 @@ def content_of(
     spec, manifest = record.spec, record.manifest or {}
     start = milliseconds(study.get("created_at")) or 0
     params = params_of(spec, many_groups=bool(study.get("many_groups")))
-    series = series_of(record, None if control is record else control, start)
+    criteria = study.get("criteria") or {}
+    series, compared = series_of(record, None if control is record else control, start, criteria)
     tags = {
         "fp8.run_id": record.run_id,
         "fp8.study": str(study.get("name", "")),
@@ -231,6 +250,8 @@ def content_of(
     }
     if spec["role"] != Role.CONTROL and (verdict := verdicts.get(params["recipe"])):
         tags |= {"fp8.verdict": str(verdict["outcome"]), "fp8.gate": str(verdict["gate"])}
+    if compared:
+        tags["fp8.gap_of"] = compared
     left_out = {name: points.left_out for name, points in series.items() if points.left_out}
     if left_out:
         tags["fp8.not_finite"] = ", ".join(f"{name}: {count} points" for name, count in left_out.items())

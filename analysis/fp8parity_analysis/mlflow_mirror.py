@@ -19,6 +19,7 @@ from fp8parity_analysis import schema, store
 from fp8parity_analysis.errors import BadInputError
 from fp8parity_analysis.json_files import read_json
 from fp8parity_analysis.mlflow_content import RunContent, content_of, controls
+from fp8parity_analysis.mlflow_keys import allowed_key
 from fp8parity_analysis.mlflow_sink import Sink, check_uri, require_mlflow
 from fp8parity_analysis.mlflow_view import VIEW_TAG, view_state
 
@@ -73,9 +74,9 @@ def mirror(study_dir: Path, uri: str | None = None) -> MirrorResult:
             {VIEW_TAG: view_state(), "mlflow.experimentKind": "custom_model_development"}
         )
         contents = read_contents(study_dir, study)
-        _mirror_summary(sink, study_dir, study)
         for content in contents:
             mirror_run(sink, content)
+        _mirror_summary(sink, study_dir, study)
     return MirrorResult(
         target, sink.experiment_id, len(contents), sink.runs_made, sink.points_written, sink.slow_because
     )
@@ -184,7 +185,9 @@ def _mirror_summary(sink: Sink, study_dir: Path, study: Mapping[str, Any]) -> No
     for name, path in present.items():
         if state.get(name) != now[name]:
             sink.artifact(key, path)
-    verdicts = {f"fp8.verdict.{item['recipe']}": str(item["outcome"]) for item in _verdicts(study_dir)}
+    verdicts = {
+        allowed_key(f"fp8.verdict.{item['recipe']}"): str(item["outcome"]) for item in _verdicts(study_dir)
+    }
     note = (study_dir / "summary.md").read_text(encoding="utf-8")[:_NOTE] if "summary.md" in now else ""
     sink.set_tags(
         key,

@@ -253,8 +253,25 @@ def read_run(run_dir: Path) -> RunRecord:
     )
 
 
+def _refuse_deeper(folder: Path) -> None:
+    """Refuse runs below a folder of `runs` that is none itself, as a recipe name with a slash leaves them."""
+    if folder.name != schema.RUNS_DIR:
+        return
+    for child in sorted(folder.iterdir()):
+        if child.is_dir() and not (child / schema.SPEC_FILE).exists():
+            deeper = next(child.rglob(schema.SPEC_FILE), None)
+            if deeper is not None:
+                flat = "_".join(deeper.parent.relative_to(folder).parts)
+                raise BadInputError(
+                    f"{deeper.parent}: a run in a folder of its own would not be judged; move it to {folder / flat}"
+                )
+
+
 def find_run_dirs(directory: Path) -> list[Path]:
-    """Return the run directories at or below `directory` (itself, its `runs/*`, or its children), sorted."""
+    """Return the run directories at or below `directory` (itself, its `runs/*`, or its children), sorted.
+
+    `BadInputError` when there is none, and when a study has a run deeper than that, which would go unjudged.
+    """
     if not directory.is_dir():
         raise BadInputError(f"{directory}: is not a directory")
     if (directory / schema.SPEC_FILE).exists():
@@ -262,6 +279,7 @@ def find_run_dirs(directory: Path) -> list[Path]:
     for pattern in (f"{schema.RUNS_DIR}/*/{schema.SPEC_FILE}", f"*/{schema.SPEC_FILE}"):
         found = sorted(path.parent for path in directory.glob(pattern))
         if found:
+            _refuse_deeper(found[0].parent)
             return found
     raise BadInputError(
         f"{directory}: holds no run (no {schema.SPEC_FILE} in it, in {schema.RUNS_DIR}/* or in its folders)"

@@ -31,6 +31,8 @@ from fp8parity_analysis.schema import Role, Status
 from fp8parity_analysis.store import RunWriter
 
 GROUP = "loop"
+_MAX_NAME = 200
+"""Bytes of a recipe's name: with the seed and the replica it fits the 255 of a folder's name."""
 
 
 class Probed(Protocol):
@@ -113,11 +115,13 @@ def start_run(
 ) -> RunLog:
     """Begin a run of `study_dir` and return its log; a run begun before is written anew.
 
-    `arm` is `bf16` for the control, else the recipe's name. A replica above 0 of `bf16` is a null run. `settings` are
-    what the two arms of a pair must share, as JSON; `init_digest` identifies the initial weights. The first run of a
-    study writes its `criteria` (default: `Criteria()`); later ones keep them. Raises `UsageError` for a finished run
-    and for a directory that holds a study of our own runner.
+    `arm` is `bf16` for the control, else the recipe's name, which becomes part of a folder's. A replica above 0 of
+    `bf16` is a null run. `settings` are what the two arms of a pair must share, as JSON; `init_digest` identifies the
+    initial weights. The first run of a study writes its `criteria` (default: `Criteria()`); later ones keep them.
+    Raises `UsageError` for a finished run, for a name that no folder can have, and for a directory that holds a study
+    of our own runner.
     """
+    _check_name(arm)
     _claim(study_dir, criteria or Criteria())
     null = arm == schema.CONTROL_ARM and replica > 0
     role = Role.NULL if null else Role.CONTROL if arm == schema.CONTROL_ARM else Role.TEST
@@ -146,6 +150,15 @@ def start_run(
     writer = RunWriter(run_dir)
     write_json(run_dir / schema.SPEC_FILE, document)
     return RunLog(writer, run_id, digest, {"init_digest": init_digest} if init_digest else {})
+
+
+def _check_name(arm: str) -> None:
+    """Refuse a recipe name that is no part of a folder's name: a run one folder deeper would not be found."""
+    if not arm.strip() or "/" in arm or "\0" in arm or len(arm.encode()) > _MAX_NAME:
+        raise UsageError(
+            f"arm={arm!r}: names a folder too, so it is not empty, holds no / and at most {_MAX_NAME} bytes; write - "
+            "or _ instead of /"
+        )
 
 
 def _claim(study_dir: Path, criteria: Criteria) -> None:

@@ -17,13 +17,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from fp8parity_analysis import mlflow_sink, schema
 from fp8parity_analysis.errors import BadInputError
 from fp8parity_analysis.json_files import read_json, write_json
-from fp8parity_analysis.mlflow_content import MAX_POINTS, Points, clock_of, points_of, run_name
+from fp8parity_analysis.mlflow_content import MAX_POINTS, Points, _doubled, clock_of, points_of, run_name
 from fp8parity_analysis.mlflow_follow import Follower, followed, target_of
-from fp8parity_analysis.mlflow_mirror import MirrorResult, default_uri, mirror
+from fp8parity_analysis.mlflow_keys import allowed_key
+from fp8parity_analysis.mlflow_mirror import MirrorResult, default_uri, mirror, read_contents
 from fp8parity_analysis.mlflow_sink import MirrorError
 from fp8parity_analysis.mlflow_view import VIEW_TAG, view_state
 from fp8parity_analysis.store import RunWriter
@@ -160,6 +163,83 @@ def test_layout(study: Path) -> None:
     assert stored == {"recipe.yaml", "verdicts.json", "study.json", "part-0.parquet"}
 
 
+def test_names_that_mlflow_refuses_as_keys(study: Path) -> None:
+    names = ["rowwise-weight_cast_source=master", "fp8(e4m3)+x", "fp8[e4m3]+x", "a/../b", "\u03b2" * 300]
+    verdicts = [{"recipe": name, "outcome": name[:9], "gate": "fail"} for name in names]
+    write_json(study / schema.VERDICTS_FILE, {"verdicts": verdicts})
+    mirror(study)
+    tags = runs_of(study)["study"].data.tags
+    assert [tags[allowed_key(f"fp8.verdict.{name}")] for name in names] == [name[:9] for name in names]
+
+
+@given(st.text(max_size=300))
+@example("..")
+@example("../x=1")
+@example("/root")
+@example("a//b/")
+@example("line\n")
+def test_any_name_becomes_a_key_that_mlflow_takes(name: str) -> None:
+    from mlflow.utils.validation import _validate_metric_name, _validate_param, _validate_tag
+
+    key = allowed_key(name)
+    _validate_tag(key, "")
+    _validate_tag(allowed_key(f"fp8.verdict.{name}"), "")
+    _validate_param(key, "")
+    _validate_metric_name(key)
+    assert allowed_key(key) == key
+
+
+def test_names_stay_apart_and_usual_ones_as_they_are() -> None:
+    assert allowed_key("fp8.verdict.25m/rowwise-n4") == "fp8.verdict.25m/rowwise-n4"
+    assert len({allowed_key(name) for name in ("a=b", "a+b", "a_b", "a" * 300, "a" * 301)}) == 5
+
+
+def test_runs_are_copied_though_the_summary_fails(study: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object) -> None:
+        raise MirrorError("refused")
+
+    monkeypatch.setattr("fp8parity_analysis.mlflow_mirror._mirror_summary", refused)
+    with pytest.raises(MirrorError, match="refused"):
+        mirror(study)
+    assert set(runs_of(study)) >= {"25m/s0/bf16", "25m/s0/rowwise-n4"}
+
+
+@pytest.mark.parametrize(
+    ("criteria", "kept", "compared", "shift"),
+    [
+        ({}, ("bf16", "arm"), "held_out/bf16", 0.04),
+        ({"eval_precision": "arm"}, ("bf16", "arm"), "held_out/arm", 0.08),
+        ({}, ("arm",), "held_out/arm", 0.08),
+        ({"eval_precision": "arm"}, ("bf16",), "held_out/bf16", 0.04),
+        ({"endpoint": "train"}, ("bf16", "arm"), "train/loss", 0.02),
+        ({}, (), "train/loss", 0.02),
+    ],
+)
+def test_the_gap_is_that_of_the_endpoint(
+    tmp_path: Path, criteria: dict[str, str], kept: tuple[str, ...], compared: str, shift: float
+) -> None:
+    for name, role in (("bf16", "control"), ("rowwise", "test")):
+        writer = RunWriter(tmp_path / name)
+        write_json(tmp_path / name / schema.SPEC_FILE, spec(name, name, role, 0, 0))
+        by = {"bf16": 0.04, "arm": 0.08} if role == "test" else {}
+        writer.append_curve({**row, "train_loss": 4.02 if by else 4.0} for row in rows(1, STEPS, 0.0))
+        told = [row for row in evals(1, STEPS, 0.0) if row["eval_precision"] in kept]
+        writer.append_evals(
+            {**row, "loss": row["loss"] + by.get(row["eval_precision"], 0.0)}
+            for row in told
+            # a control need not be evaluated in its own forward: it is BF16 anyway
+            if by or row["eval_precision"] == kept[0]
+        )
+        writer.finish(manifest(name))
+    study = {"name": "s", "created_at": "2026-01-01T00:00:00+00:00", "criteria": criteria}
+    bf16, rowwise = read_contents(tmp_path, study)
+    points = rowwise.series["pair/gap_percent"]
+    assert points.steps.tolist() == (list(range(1, STEPS + 1)) if compared == "train/loss" else [10, 20, 30])
+    assert points.values == pytest.approx(100 * math.log((4.0 + shift) / 4.0))
+    assert rowwise.tags["fp8.gap_of"] == compared
+    assert "fp8.gap_of" not in bf16.tags
+
+
 def test_twice_adds_nothing(study: Path) -> None:
     write_verdicts(study)
     first = mirror(study)
@@ -241,6 +321,16 @@ def test_thinning_keeps_the_last_and_never_changes_its_mind(count: int) -> None:
     assert whole.steps[-1] == count
     part = points_of(steps[: count // 2], steps[: count // 2], clock=clock, planned=count, ended=False)
     assert part.steps.tolist() == whole.steps[: len(part.steps)].tolist()
+
+
+@pytest.mark.parametrize("count", [0, 1, 1999, 2000, 3998, 3999, 100_000])
+def test_a_loop_that_states_no_steps_is_thinned_too(count: int) -> None:
+    steps = np.arange(1, count + 1)
+    clock = (np.arange(count + 1), np.arange(count + 1))
+    planned = _doubled(count)
+    kept = points_of(steps, steps * 1.0, clock=clock, planned=planned, ended=True).steps
+    assert min(count, MAX_POINTS // 2) <= len(kept) <= MAX_POINTS
+    assert _doubled(count - 1) in (planned, planned // 2)  # the distance between points only ever doubles
 
 
 def test_clock_is_the_same_each_time() -> None:

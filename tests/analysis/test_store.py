@@ -140,6 +140,14 @@ def test_runs_are_found_below_a_study_and_in_a_folder(tmp_path: Path) -> None:
     assert find_run_dirs(tmp_path / "plain" / "a") == [tmp_path / "plain" / "a"]
 
 
+@pytest.mark.parametrize("where", ["", "runs"])
+def test_a_run_in_a_folder_of_its_own_is_not_left_out(tmp_path: Path, where: str) -> None:
+    for name in ("loop-s0-bf16", "loop-s0-fp8/rowwise"):
+        begin(tmp_path / schema.RUNS_DIR / name).close()
+    with pytest.raises(BadInputError, match="loop-s0-fp8/rowwise: a run .* move it to .*loop-s0-fp8_rowwise"):
+        read_runs(tmp_path / where)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

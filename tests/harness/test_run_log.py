@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,9 @@ from fp8parity.run_log import start_run
 from fp8parity_analysis import schema
 from fp8parity_analysis import tensor_schema as ts
 from fp8parity_analysis.criteria import Criteria
+from fp8parity_analysis.json_files import read_json
+from fp8parity_analysis.mlflow_keys import allowed_key
+from fp8parity_analysis.mlflow_mirror import read_contents
 from fp8parity_analysis.schema import Status
 from fp8parity_analysis.store import read_run, read_runs
 
@@ -92,3 +96,34 @@ def test_a_study_of_our_own_runner_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / schema.STUDY_FILE).write_text('{"recipe_file": "recipes/demo_cpu.yaml"}')
     with pytest.raises(UsageError, match="holds a study of a recipe file; use another directory"):
         start_run(tmp_path, arm="bf16", seed=0)
+
+
+@pytest.mark.parametrize("arm", ["fp8/rowwise", "/", "", " ", "a\0b", "x" * 201])
+def test_a_name_that_no_folder_can_have_is_refused(tmp_path: Path, arm: str) -> None:
+    with pytest.raises(UsageError, match="names a folder too"):
+        start_run(tmp_path, arm=arm, seed=0)
+    assert not list(tmp_path.iterdir())
+
+
+def test_any_other_name_is_read_again(tmp_path: Path) -> None:
+    arms = ["bf16", "..", "row wise", "x" * 200, "fp8[e4m3]=a+b"]
+    for arm in arms:
+        _one(tmp_path, arm)
+    assert sorted(run.spec["arm"] for run in read_runs(tmp_path)) == sorted(arms)
+
+
+def test_a_loop_is_what_mlflow_takes(tmp_path: Path) -> None:
+    settings = {"lr": 1e-3, "model": "llama 1b", "train": "cosine", "optim": {"beta=2": 0.95}}
+    for arm in ("bf16", "fp8(e4m3)+gw"):
+        log = start_run(tmp_path, arm=arm, seed=0, settings=settings)
+        for step in range(1, 4):
+            log.step(step, 64 * step, 3.0)
+            log.evaluate(step, 4.0 if arm == "bf16" else 4.04, eval_precision="arm")
+        log.finish(192)
+    _, told = read_contents(tmp_path, read_json(tmp_path / schema.STUDY_FILE))
+    wanted = {"recipe": "fp8(e4m3)+gw", "settings.lr": "0.001", "settings.model": "llama 1b", "model": "loop"}
+    assert wanted.items() <= told.params.items()
+    assert "0.95" in told.params.values()
+    assert all(allowed_key(key) == key for key in (*told.params, *told.tags, *told.series))
+    assert list(told.series["pair/gap_percent"].values) == pytest.approx([100 * math.log(1.01)] * 3)
+    assert (told.tags["fp8.gap_of"], told.series["train/loss"].steps.tolist()) == ("held_out/arm", [1, 2, 3])
