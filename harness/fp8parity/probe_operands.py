@@ -131,16 +131,21 @@ class OperandTaps:
 
     def _hook(self, tap: OperandTap) -> Any:
         def took(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
+            if not torch.is_grad_enabled():
+                return
             x: Tensor = args[0] if args else kwargs["input"]
+            learns = output.requires_grad and tap.linear.weight.requires_grad
             if not self.recomputing:
                 dtype = compute_dtype_of(x)
-                tap.add("input", self._input(x, dtype), gemms=("output", "grad_weight"))
+                tap.add(
+                    "input", self._input(x, dtype), gemms=("output", "grad_weight") if learns else ("output",)
+                )
                 self._weigh(tap, dtype)
             if output.requires_grad:
                 # what a checkpoint recomputes is thrown away or, with a reentrant one, was not tracked before:
                 # either way a gradient comes by once
                 gemms: list[Gemm] = ["grad_input"] if x.requires_grad else []
-                gemms += ["grad_weight"] if tap.linear.weight.requires_grad else []
+                gemms += ["grad_weight"] if learns else []
                 output.register_hook(lambda grad: self._gradient(tap, grad, gemms))
 
         return took

@@ -33,9 +33,17 @@ SCORES = 2**26
 LOGIT_ROWS = 2048
 
 
+def modules_of(model: nn.Module) -> dict[str, nn.Module]:
+    """Return every module once by its FQN, where one that `torch.compile` returned counts as the one inside it."""
+    found: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        found[".".join(part for part in name.split(".") if part != "_orig_mod")] = module
+    return found
+
+
 def head_of(model: nn.Module, name: str | None) -> str | None:
     """Return the FQN of the output head, None when none has a usual name; `KeyError` if `name` is wrong."""
-    modules = dict(model.named_modules())
+    modules = modules_of(model)
     if name is not None:
         if name not in modules:
             raise KeyError(f"the model has no module {name!r}; it has {', '.join(list(modules)[1:6])}, ...")
@@ -56,10 +64,12 @@ def blocks_of(model: nn.Module) -> dict[str, nn.Module]:
     decoder, embedding and blocks and norm.
     """
     found: dict[str, nn.Module] = {}
-    for name, module in model.named_modules():
+    modules = modules_of(model)
+    for name, module in modules.items():
         inside = any(name == outer or name.startswith(outer + ".") for outer in found)
         if _is_list(module) and not inside:
-            found |= {f"{name}.{leaf}": child for leaf, child in module.named_children()}
+            members = ((f"{name}.{leaf}", child) for leaf, child in module.named_children())
+            found |= {fqn: modules.get(fqn, child) for fqn, child in members}
     return found
 
 
@@ -134,10 +144,10 @@ class SignalTaps:
 
     def _takes(self) -> Iterator[tuple[nn.Module, Callable[[nn.Module, Any, Tensor], None]]]:
         if self._head is not None:
-            yield self._model.get_submodule(self._head), self._take_head
+            yield modules_of(self._model)[self._head], self._take_head
         for fqn, block in blocks_of(self._model).items():
             yield block, self._take_block(fqn)
-        for fqn, module in self._model.named_modules():
+        for fqn, module in modules_of(self._model).items():
             if type(module) is Attention:
                 for name in ("qkv_proj",) if module.fused else ("q_proj", "k_proj"):
                     yield module.get_submodule(name), self._keep
@@ -146,7 +156,8 @@ class SignalTaps:
     def _guarded(self, take: Callable[[nn.Module, Any, Tensor], None]) -> Any:
         def took(module: nn.Module, args: Any, output: Any) -> None:
             value = output[0] if isinstance(output, tuple) and output else output
-            if not self.recomputing and isinstance(value, Tensor):
+            # a pass without gradient, of a teacher or a metric, is none of training's
+            if not self.recomputing and torch.is_grad_enabled() and isinstance(value, Tensor):
                 with torch.no_grad():
                     take(module, args, value.detach())
 

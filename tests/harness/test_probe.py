@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from typing import Any
 
 import numpy as np
@@ -197,6 +198,62 @@ def test_buffers_and_random_numbers_are_put_back_also_after_an_error() -> None:
     assert not model.linear._forward_hooks
 
 
+def test_random_numbers_of_python_and_numpy_are_put_back() -> None:
+    model = nn.Linear(8, 8)
+
+    def loss(x: Tensor) -> Tensor:  # LayerDrop drawn with the wrong generator
+        return model(x * random.random() * np.random.rand()).square().mean()  # noqa: NPY002
+
+    before, numpys = random.getstate(), np.random.get_state()  # noqa: NPY002
+    GemmProbe(model, what_if=["tensorwise"]).run(1, 1, [torch.ones(4, 8)], loss)
+    assert random.getstate() == before
+    after = np.random.get_state()  # noqa: NPY002
+    assert all(np.array_equal(a, b) for a, b in zip(after, numpys, strict=True))
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_a_loss_that_calls_backward_is_refused_and_its_gradients_are_taken_back(trained: bool) -> None:
+    model = nn.Linear(8, 8)
+    if trained:
+        model(torch.ones(4, 8)).sum().backward()
+    before = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+
+    def loss(x: Tensor) -> Tensor:
+        value = model(x).square().mean()
+        value.backward()
+        return value
+
+    with pytest.raises(UsageError, match="loss_of: called backward; return the loss before that"):
+        GemmProbe(model, what_if=["tensorwise"]).run(1, 1, [torch.ones(4, 8)], loss)
+    for p, old in zip(model.parameters(), before, strict=True):
+        assert (p.grad is None) if old is None else torch.equal(p.grad, old)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (Tensor.item, "returned a float"),
+        (Tensor.detach, "returned a tensor without gradient"),
+        (lambda loss: loss * torch.ones(2, 3), r"returned a tensor of shape \[2, 3\]"),
+    ],
+)
+def test_what_is_no_loss_is_refused(change: Any, named: str) -> None:
+    model = nn.Linear(8, 8)
+    with pytest.raises(UsageError, match=f"loss_of: {named}; return the scalar tensor that training calls"):
+        GemmProbe(model).run(1, 1, [torch.ones(4, 8)], lambda x: change(model(x).sum()))
+
+
+def test_a_compiled_model_has_the_names_of_the_one_inside() -> None:
+    torch._dynamo.reset()
+    model = decoder("rowwise")
+    plain = probed(model)
+    compiled: Any = torch.compile(model, backend="eager")
+    assert probed(compiled) == plain
+    model.blocks[1] = torch.compile(model.blocks[1], backend="eager")  # type: ignore[assignment]
+    assert probed(compiled) == plain
+    torch._dynamo.reset()
+
+
 def test_a_compiled_model_is_not_compiled_again() -> None:
     model = decoder("bf16", model={"n_layers": 1})
     compiled = [0]
@@ -304,6 +361,17 @@ def test_a_tied_head_is_a_gemm_of_its_own() -> None:
     assert find(result, "head", "output", "weight")["element_count"] == 64 * 32
 
 
+def test_calls_without_gradient_are_not_counted() -> None:
+    model = decoder("rowwise")
+
+    def with_teacher(batch: Tensor) -> Tensor:
+        with torch.no_grad():
+            loss_of(model)(batch.flip(0).repeat(2, 1))
+        return loss_of(model)(batch)
+
+    assert GemmProbe(model).run(7, 448, [rows()], with_teacher) == probed(model)
+
+
 def test_a_gemm_that_does_not_run_is_not_reported() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     model[1].weight.requires_grad_(False)
@@ -391,6 +459,8 @@ def test_what_cannot_be_probed_is_refused() -> None:
         GemmProbe(decoder("bf16"), head="heads")
     with pytest.raises(ValueError, match=r"no nn\.Linear"):
         GemmProbe(nn.LayerNorm(4))
+    with pytest.raises(UsageError, match="the model is a DataParallel.*pass its .module"):
+        GemmProbe(nn.DataParallel(nn.Linear(8, 8)))
 
 
 # --- what a layer says of itself, and planted faults -------------------------------------------------------
