@@ -234,6 +234,10 @@ def _identity(record: RunRecord) -> dict[str, Any]:
     shared: dict[str, Any] = {
         key: value for key, value in record.spec["spec"].items() if key not in _NOT_SHARED
     }
+    if isinstance(
+        shared.get("fork_from"), Mapping
+    ):  # `parent` says which state it is; where it lies may change
+        shared["fork_from"] = {key: value for key, value in shared["fork_from"].items() if key != "run"}
     manifest = record.manifest or {}
     outside: dict[str, Any] = {
         key: manifest[key] for key in ("data_sha256", "init_digest", "environment") if key in manifest

@@ -98,7 +98,7 @@ def of_identical(pairs: Pairs) -> tuple[str, ...]:
     """Return the reasons for curves that are the same number at every evaluation."""
     same = f"all {len(pairs.steps)} evaluations of {seeds_text(len(pairs.seeds))} equal the control's"
     if pairs.arm.null_arm:
-        return (same, "the null arm repeats its control exactly: this device and this code are deterministic")
+        return (same, "the null arm repeats its control exactly: it shows no run-to-run noise on this device")
     return (same, "FP8 was not switched on, or both logs are the same file; this is never called equivalent")
 
 

@@ -128,7 +128,7 @@ def _diverged(verdict: Verdict) -> str:
 
 def _identical(verdict: Verdict) -> str:
     if verdict.gate is Gate.PASS:
-        return "repeats its control to the last digit: this device and this code are deterministic"
+        return "repeats its control to the last digit: it shows no run-to-run noise on this device"
     return "equals its control to the last digit: FP8 was not switched on, or a log was copied"
 
 

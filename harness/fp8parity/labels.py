@@ -9,6 +9,10 @@ from typing import Any
 from fp8parity.own_spec import written_by_users
 from fp8parity.spec import AnyModelSpec, ModelSpec, RunSpec
 
+_LONG_LABEL, _LONG_VALUE = 100, 32
+"""Characters from which a label, and then a value in it, is cut: a directory is named by two labels, a seed, a replica
+and a hash, within the 255 bytes that file systems take. Shorter labels stay as they always were."""
+
 
 def varying(specs: Iterable[RunSpec], *, precision: bool) -> list[tuple[str, str]]:
     """Return the (section, key) whose value differs between the specs, precision's or all others."""
@@ -42,6 +46,15 @@ def _varying_within_recipes(documents: Iterable[Mapping[str, Any]]) -> list[tupl
     return list(dict.fromkeys(found))
 
 
+def told_within_presets(cells: Sequence[RunSpec]) -> frozenset[str]:
+    """Return the model keys that tell two decoders of one preset apart, which the preset's name cannot."""
+    presets = {spec.model.preset for spec in cells if isinstance(spec.model, ModelSpec)} - {"custom"}
+    same = [[s for s in cells if isinstance(s.model, ModelSpec) and s.model.preset == p] for p in presets]
+    return frozenset(
+        key for specs in same for section, key in varying(specs, precision=False) if section == "model"
+    )
+
+
 def named_settings(documents: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return the `section.key` that the labels of runs with these canonical specifications speak of."""
     found = [*_varying_within_recipes(documents), *_varying(documents, precision=False)]
@@ -59,34 +72,53 @@ def arm_label(spec: RunSpec, varying: Sequence[tuple[str, str]]) -> str:
         first, last = values["keep_first"], values["keep_last"]
         parts.append(f"n{first}" if first == last else f"n{first}_{last}")
     others = [key for key in keys if key not in ("keep_first", "keep_last")]
-    return "-".join([*parts, *(f"{key}={_short(values.get(key))}" for key in others)])
+    return _joined(parts, [(key, values.get(key)) for key in others])
 
 
-def group_label(spec: RunSpec, varying: Sequence[tuple[str, str]]) -> str:
-    """Name a cell without its precision: the model, and any other key that varies."""
+def group_label(spec: RunSpec, varying: Sequence[tuple[str, str]], within_presets: frozenset[str]) -> str:
+    """Name a cell without its precision: the model, and any other key that varies (`told_within_presets`)."""
     values = spec.canonical()
     users = set(written_by_users(type(spec.data)))
     extra = [
         (s, k)
         for s, k in varying
-        if not (s == "model" and _follows(spec.model, k)) and (s != "data" or k in users)
+        if not (s == "model" and _follows(spec.model, k, within_presets)) and (s != "data" or k in users)
     ]
-    return "-".join([spec.model.label, *(f"{k}={_short(values.get(s, {}).get(k))}" for s, k in extra)])
+    return _joined([spec.model.label], [(k, values.get(s, {}).get(k)) for s, k in extra])
 
 
-def _follows(model: AnyModelSpec, key: str) -> bool:
-    """Whether a key of the model need not be named: a preset sets it, or it was found out from the others."""
+def _follows(model: AnyModelSpec, key: str, within_presets: frozenset[str]) -> bool:
+    """Whether a key of the model need not be named: a preset stands for it, or it was found out from the others."""
     if isinstance(model, ModelSpec):
-        return model.preset != "custom" and key in ModelSpec.model_fields
+        return model.preset != "custom" and key not in within_presets
     return key not in written_by_users(type(model))
+
+
+def _joined(parts: Sequence[str], settings: Sequence[tuple[str, Any]]) -> str:
+    """Return the label; where it would be too long, its long values are cut and told apart by a digest."""
+    label = "-".join([*parts, *(f"{key}={_short(value)}" for key, value in settings)])
+    if len(label) <= _LONG_LABEL:
+        return label
+    return "-".join([*parts, *(f"{key}={_cut(value)}" for key, value in settings)])
+
+
+def _text(value: Any) -> str:
+    return ",".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def _short(value: Any) -> str:
     """Return a value fit for a directory name; what had to be replaced is told apart by a digest of the original."""
-    text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
+    text = _text(value)
     plain = "".join(c if c.isalnum() or c in "._,-" else "_" for c in text)
     return (
         plain
         if plain == text and text
         else f"{plain or 'none'}-{hashlib.sha256(text.encode()).hexdigest()[:4]}"
     )
+
+
+def _cut(value: Any) -> str:
+    short = _short(value)
+    if len(short) <= _LONG_VALUE:
+        return short
+    return f"{short[:_LONG_VALUE]}-{hashlib.sha256(_text(value).encode()).hexdigest()[:8]}"

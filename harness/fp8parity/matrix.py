@@ -18,7 +18,7 @@ from fp8parity import layer_policy, model_preflight
 from fp8parity.corpus import corpus_problems
 from fp8parity.errors import UsageError
 from fp8parity.fork import Parents
-from fp8parity.labels import arm_label, group_label, varying, varying_within_recipes
+from fp8parity.labels import arm_label, group_label, told_within_presets, varying, varying_within_recipes
 from fp8parity.own_spec import own_part
 from fp8parity.precision_rules import Problem, rule_problems
 from fp8parity.probe_spec import ProbePlan
@@ -34,7 +34,14 @@ from fp8parity.recipe_file import (
     run_spec,
     set_dotted,
 )
-from fp8parity.recipe_rules import check_criteria, check_device, check_kept, check_used
+from fp8parity.recipe_rules import (
+    check_criteria,
+    check_device,
+    check_kept,
+    check_names,
+    check_reorder,
+    check_used,
+)
 from fp8parity.shapes import ShapeProblem, linear_shapes, shape_problems
 from fp8parity.spec import AnyModelSpec, DataSpec, Frozen, ModelSpec, PrecisionSpec, RunSpec
 from fp8parity.token_meta import BYTE_VOCAB, read_meta
@@ -162,20 +169,30 @@ def _control_precision(recipe: RecipeFile) -> dict[str, Any]:
     return sections["precision"]
 
 
-def _check_control(recipe: RecipeFile, problems: Problems) -> None:
-    """Require the control to be BF16: every verdict is against it, and is worded so."""
+def _check_control(recipe: RecipeFile, problems: Problems) -> bool:
+    """Require the control to be BF16: every verdict is against it, and is worded so. Return whether it is."""
     try:
         control = PrecisionSpec.model_validate(_control_precision(recipe))
     except ValidationError as error:
         for item in error.errors():
             key = item["loc"][0] if item["loc"] else "switch_at"  # the one rule between two keys
             problems.add(("control", f"precision.{key}"), explain(item, PrecisionSpec))
-        return
+        return False
     if not control.is_bf16:
         problems.add(
             ("control", "precision.recipe"),
             f"the control is {control.recipe}; it must be bf16 (compare FP8 recipes by the contrasts between arms)",
         )
+    return control.is_bf16
+
+
+def _control_problems(recipe: RecipeFile, spec: RunSpec, rows: int) -> Iterator[tuple[KeyPath, str]]:
+    """Yield what of the control's own keys does not fit the model of `spec`, at their place in the file."""
+    if not set(recipe.control) - {"precision.recipe"}:
+        return
+    for (section, key), message in preflight(_control_of(recipe, spec), rows):
+        if section == "precision":
+            yield ("control", f"precision.{key}"), message
 
 
 def _control_of(recipe: RecipeFile, spec: RunSpec) -> RunSpec:
@@ -250,6 +267,7 @@ def _check_cells(
 ) -> list[RunSpec]:
     """Validate every cell and run the preflight once per cell; problems are collected, not raised."""
     valid: list[RunSpec] = []
+    has_control = _check_control(recipe, problems)
     for cell in cells:
         spec = _validated(cell, recipe.seeds[0], problems)
         if spec is None:
@@ -274,6 +292,8 @@ def _check_cells(
         for checked in (spec, *_replicas(recipe, spec, "test")):
             for loc, message in preflight(checked, rows):
                 problems.add(_place(cell, loc), message)
+        for place, message in _control_problems(recipe, spec, rows) if has_control else ():
+            problems.add(place, message)
         for loc, message in _data_problems(recipe, spec, parents):
             problems.add(_place(cell, loc), message)
         valid.append(spec)
@@ -306,17 +326,21 @@ def expand(recipe: RecipeFile, marked: MarkedYaml) -> Matrix:
         )
     parents = Parents(marked.path.parent)
     valid = _check_cells(recipe, cells, parents, problems, has_tests=has_tests)
-    _check_control(recipe, problems)
     check_used(recipe, problems, has_tests=has_tests)
     check_kept(recipe, valid, problems)
     check_device(recipe, valid, problems)
+    check_reorder(recipe, valid, problems)
     check_criteria(recipe, problems)
+    if problems:
+        raise UsageError(str(problems))
+    runs = _ordered_runs(recipe, valid, parents)
+    check_names(recipe, ((run.run_id, run.group, run.arm, run.spec) for run in runs), problems)
     if problems:
         raise UsageError(str(problems))
     return Matrix(
         recipe.name,
         recipe.description,
-        _ordered_runs(recipe, valid, parents),
+        runs,
         recipe.criteria,
         recipe.runtime,
         marked.path,
@@ -332,14 +356,14 @@ def _null_seeds(recipe: RecipeFile) -> list[int]:
 def _ordered_runs(recipe: RecipeFile, cells: Sequence[RunSpec], parents: Parents) -> tuple[PlannedRun, ...]:
     """Return the runs: seed by seed, control before null before tests, each run once."""
     precision_keys = varying_within_recipes(cells)
-    group_keys = varying(cells, precision=False)
+    group_keys, within_presets = varying(cells, precision=False), told_within_presets(cells)
     runs: dict[str, PlannedRun] = {}
     fp8 = _fp8_arms(cells)
     null_seeds = _null_seeds(recipe)
     for seed in (*recipe.seeds, *null_seeds):
         for spec in cells:
             test = parents.with_parent(spec, seed)
-            group = group_label(spec, group_keys)
+            group = group_label(spec, group_keys, within_presets)
             control = _control_of(recipe, test)
             planned = [_run(control, group, "bf16", "control")]
             planned += [_run(s, group, "bf16_null", "null") for s in _replicas(recipe, control, "control")]

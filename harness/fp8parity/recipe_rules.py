@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from fp8parity.problems import Problems
 from fp8parity.recipe_file import RecipeFile
@@ -63,6 +63,45 @@ def check_device(recipe: RecipeFile, cells: Sequence[RunSpec], problems: Problem
         f"{', '.join(devices)} in one study, whose runs all train on one kind of device; write one of them in "
         "base.train.device, and run the others from a recipe file and an --out of their own",
     )
+
+
+def check_reorder(recipe: RecipeFile, cells: Sequence[RunSpec], problems: Problems) -> None:
+    """Refuse a null arm that permutes batches of one row: it would repeat its run and measure no noise."""
+    if all(cell.train.batch_size > 1 for cell in cells):
+        return
+    for index, null in enumerate(recipe.null):
+        if null.kind == "reorder":
+            problems.add(
+                ("null", index, "kind"),
+                "reorder permutes the rows of each batch, and train.batch_size is 1: there is nothing to permute; "
+                "write a larger batch_size, or take this entry out",
+            )
+
+
+LONGEST_NAME = 255
+"""Bytes of a directory's name that common file systems take."""
+
+
+def check_names(
+    recipe: RecipeFile, runs: Iterable[tuple[str, str, str, RunSpec]], problems: Problems
+) -> None:
+    """Refuse runs (run_id, group, arm, spec) that could not be told apart, or whose directory could not be made."""
+    where = ("axes",) if recipe.axes else ("include",)
+    places: dict[tuple[str, str, int, int], RunSpec] = {}
+    for run_id, group, arm, spec in runs:
+        if len(run_id.encode()) > LONGEST_NAME:
+            problems.add(
+                where,
+                f"the runs of {group[:40]}..., {arm[:40]}... would be named by more than the {LONGEST_NAME} bytes that "
+                "a directory's name may have; vary fewer keys in one file",
+            )
+        other = places.setdefault((group, arm, spec.seed, spec.replica), spec)
+        if other != spec:
+            problems.add(
+                where,
+                f"two different cells would both be named {group}, {arm}, so that no pair of theirs could be judged; "
+                "write the values that differ in another way, or each in a recipe file of its own",
+            )
 
 
 def check_criteria(recipe: RecipeFile, problems: Problems) -> None:

@@ -24,7 +24,7 @@ from fp8parity.ledger import STOPPED_EARLY
 from fp8parity.matrix import Matrix, PlannedRun, resolve_data_path
 from fp8parity.process import LOCK_FILE, start_ticks
 from fp8parity.spec import DataSpec
-from fp8parity.study_changes import what_changed
+from fp8parity.study_changes import seeds_too_low, what_changed
 from fp8parity.token_meta import TokenMeta, read_meta
 from fp8parity.version_gates import version_problems
 from fp8parity_analysis import schema
@@ -175,6 +175,10 @@ def _check_same_study(matrix: Matrix, out: Path) -> dict[str, Any] | None:
             f"{out}: holds study {study.get('name')!r} with {len(unknown)} runs that {matrix.recipe_path} does not "
             f"describe ({shown}): {what_changed(_stored_specs(out, study['runs']), unknown, matrix.runs)}"
         )
+    if matrix.criteria.looks or matrix.criteria.anytime:
+        low = seeds_too_low(_stored_specs(out, study.get("runs", ())), matrix.runs)
+        if low:
+            raise UsageError(f"{matrix.recipe_path}: seeds: {low}")
     return study
 
 
@@ -204,7 +208,8 @@ def lay_out(matrix: Matrix, out: Path) -> list[Path]:
 
     Safe to call again: finished and interrupted runs are kept, new seeds or arms are added. The criteria of the
     first call stay recorded as `criteria_at_launch`. Raises `UsageError` when `out` holds another study or other
-    packages, when a corpus is too short, or is not the one that a run has begun with.
+    packages, when a seed is added below those that declared looks have taken, when a corpus is too short, or is not the
+    one that a run has begun with.
     """
     study = _check_same_study(matrix, out)
     environment.check_packages(out)

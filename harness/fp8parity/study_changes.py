@@ -7,6 +7,7 @@ from typing import Any
 
 from fp8parity.labels import named_settings
 from fp8parity.matrix import PlannedRun
+from fp8parity_analysis.schema import Role
 
 _ANOTHER = "use another --out directory"
 
@@ -31,6 +32,29 @@ def what_changed(stored: Stored, unknown: Sequence[str], planned: Sequence[Plann
     arm, seed, replica = _place(documents[0])
     which = f"arm {arm}, seed {seed}" + (f", replica {replica}" if replica else "")
     return f"the file has no run of {which} any more; what a study holds stays in its file: put it back, or {_ANOTHER}"
+
+
+def seeds_too_low(stored: Stored, planned: Sequence[PlannedRun]) -> str:
+    """Return in words which new seeds sort below seeds that the study holds, and the remedy; empty when none does.
+
+    A declared look takes the lowest seeds, so such a seed would change the verdict of a look already taken.
+    """
+    held: dict[tuple[str, str], set[int]] = {}
+    for document in stored.values():
+        if document.get("role") != Role.CONTROL.value:
+            held.setdefault((document["group"], document["arm"]), set()).add(int(document["seed"]))
+    low: dict[int, int] = {}
+    for run in planned:
+        seeds = held.get((run.group, run.arm))
+        if seeds and run.spec.seed not in seeds and run.spec.seed < max(seeds):
+            low[run.spec.seed] = max(seeds)
+    if not low:
+        return ""
+    highest = max(low.values())
+    return (
+        f"seed {', '.join(map(str, sorted(low)))} is new and below seed {highest} of this study: looks take seeds in "
+        f"ascending order, so a look already taken would change; number new seeds from {highest + 1} up, or {_ANOTHER}"
+    )
 
 
 def _place(document: Mapping[str, Any]) -> tuple[Any, ...]:

@@ -30,6 +30,40 @@ class MarkedYaml:
         return 1
 
 
+class _Loader(yaml.SafeLoader):
+    """PyYAML's safe loader whose every error has a line, of values that look like a date or number and are none too."""
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            value = super().construct_object(node, deep=deep)
+        except ValueError as error:
+            words = _TOO_LARGE if node.tag.endswith(":int") else f"{error}; put it in quotes if it is a text"
+            raise yaml.constructor.ConstructorError(None, None, words, node.start_mark) from error
+        if isinstance(value, int) and value.bit_length() > _INT_BITS:
+            raise yaml.constructor.ConstructorError(None, None, _TOO_LARGE, node.start_mark)
+        return value
+
+
+_INT_BITS = 64
+"""Far beyond what any setting takes, and what every later computation with it can hold."""
+
+_TOO_LARGE = (
+    f"the number is beyond 2^{_INT_BITS} - 1, the largest that is taken; put it in quotes if it is a text"
+)
+
+
+def _refuse_loops(node: yaml.Node, path: Path, above: tuple[yaml.Node, ...] = ()) -> None:
+    """Raise `UsageError` where an alias stands inside what it names."""
+    if node in above:
+        raise UsageError(
+            f"{path}:{node.start_mark.line + 1}: this value contains itself through an alias (*name); write it out"
+        )
+    pairs = node.value if isinstance(node, yaml.MappingNode) else ()
+    items = node.value if isinstance(node, yaml.SequenceNode) else (part for pair in pairs for part in pair)
+    for child in items:
+        _refuse_loops(child, path, (*above, node))
+
+
 def _walk(
     node: yaml.Node, path: KeyPath, lines: dict[KeyPath, int], duplicates: list[tuple[int, str]]
 ) -> None:
@@ -68,11 +102,15 @@ def load(path: Path) -> MarkedYaml:
         raise UsageError(f"{path}: is not UTF-8 text ({error.reason})") from error
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
-        values = yaml.safe_load(text)
+        if node is not None:
+            _refuse_loops(node, path)
+        values = yaml.load(text, Loader=_Loader)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = mark.line + 1 if mark else 1
         raise UsageError(f"{path}:{line}: not valid YAML: {getattr(error, 'problem', error)}") from error
+    except RecursionError as error:
+        raise UsageError(f"{path}:1: is nested too deeply for a recipe file; see docs/recipes.md") from error
     if node is None or not isinstance(values, dict):
         raise UsageError(
             f"{path}:1: a recipe file is a mapping with base, axes, seeds and criteria; see docs/recipes.md"

@@ -1,4 +1,5 @@
 import copy
+import json
 import re
 
 import numpy as np
@@ -164,6 +165,19 @@ class TestFromRuns:
     def test_precision_and_replica_may_differ(self, tmp_path):
         write_study(tmp_path, spoil={1: {"spec": {"precision": {"recipe": "x"}, "replica_kind": "rerun"}}})
         assert judged(tmp_path).verdicts[0].outcome is not Outcome.INVALID
+
+    def test_a_parent_may_have_been_moved(self, tmp_path):
+        fork = {"fork_from": {"run": "../a", "step": 5}, "parent": {"weights_sha256": "w"}}
+        for name, moved, outcome in (
+            ("run", {**fork, "fork_from": {"run": "/archive/a", "step": 5}}, Outcome.EQUIVALENT),
+            ("step", {**fork, "fork_from": {"run": "../a", "step": 6}}, Outcome.INVALID),
+            ("state", {**fork, "parent": {"weights_sha256": "x"}}, Outcome.INVALID),
+        ):
+            write_study(tmp_path / name, spoil={seed: {"spec": moved} for seed in range(4)})
+            for path in (tmp_path / name).rglob(f"*bf16-s*/{schema.SPEC_FILE}"):
+                document = json.loads(path.read_text())
+                path.write_text(json.dumps({**document, "spec": {**document["spec"], **fork}}))
+            assert judged(tmp_path / name).verdicts[0].outcome is outcome
 
     def test_an_unfinished_run_is_named(self, tmp_path):
         write_study(tmp_path, spoil={3: {"finish": False}})

@@ -360,7 +360,7 @@ def test_every_outcome_has_a_title_and_one_sentence(outcome: Outcome) -> None:
         (verdict("r", Outcome.INVALID, reasons=("data differ.",)), "r cannot be judged: data differ."),
         (
             verdict("r", Outcome.IDENTICAL, 0.0, gate=Gate.PASS),
-            "r repeats its control to the last digit: this device and this code are deterministic.",
+            "r repeats its control to the last digit: it shows no run-to-run noise on this device.",
         ),
     ],
 )

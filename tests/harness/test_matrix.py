@@ -12,6 +12,7 @@ import yaml
 
 from fp8parity import matrix
 from fp8parity.errors import UsageError
+from fp8parity.yaml_marks import load
 from fp8parity_analysis import schema
 
 from .conftest import WriteRecipe
@@ -177,6 +178,93 @@ def test_shape_rule_is_an_error_on_a_cpu_too(write_recipe: WriteRecipe) -> None:
 def test_missing_token_file_is_named(write_recipe: WriteRecipe) -> None:
     with pytest.raises(UsageError, match=r"base.data.path: .*absent.bin: no such token file; make one with"):
         matrix.read(write_recipe({"base": {"data": {"path": "absent.bin"}}}))
+
+
+PRESET: dict[str, Any] = {"dim": None, "n_layers": None, "n_heads": None, "n_kv_heads": None, "ffn_dim": None}
+
+
+@pytest.mark.parametrize(
+    ("key", "values", "named"),
+    [
+        ("fused_qkv", [False, True], {"0.7m-fused_qkv=False", "0.7m-fused_qkv=True"}),
+        ("norm_eps", [1e-5, 1e-6], {"0.7m-norm_eps=1e-05", "0.7m-norm_eps=1e-06"}),
+        ("n_layers", [4, 6], {"0.7m-n_layers=4", "0.7m-n_layers=6"}),
+        ("vocab_size", [None, 288], {"0.7m-vocab_size=None", "0.7m-vocab_size=288"}),
+        ("preset", ["0.7m", "4m"], {"0.7m", "4m"}),  # what a preset stands for needs no mention
+    ],
+)
+def test_cells_of_one_preset_keep_apart(
+    write_recipe: WriteRecipe, key: str, values: list[Any], named: set[str]
+) -> None:
+    changes = {"base": {"model": {**PRESET, "preset": "0.7m"}}, "axes": {f"model.{key}": values}}
+    plan = matrix.read(write_recipe(changes))
+    assert {run.group for run in plan.runs} == named
+    places = Counter((r.group, r.arm, r.spec.seed, r.spec.replica) for r in plan.runs)
+    assert set(places.values()) == {1}
+
+
+def test_presets_keep_their_names_beside_another_key(write_recipe: WriteRecipe) -> None:
+    include = [{"precision.recipe": "rowwise", "model.preset": "4m", "model.tied_head": True}]
+    changes = {"base": {"model": {**PRESET, "preset": "0.7m"}}, "include": include}
+    assert {run.group for run in matrix.read(write_recipe(changes)).runs} == {"0.7m", "4m"}
+
+
+def test_cells_under_one_name_are_refused(write_recipe: WriteRecipe) -> None:
+    clash = [["re:.*q_proj|,*k_proj"], ["re:.*q_proj|", "*k_proj"]]  # the same text once joined by commas
+    axes = {"precision.recipe": ["rowwise"], "precision.exclude": clash}
+    with pytest.raises(
+        UsageError, match=r"axes: two different cells would both be named d32l3, rowwise-exclude="
+    ):
+        matrix.read(write_recipe({"axes": axes, "base": {"precision": {"keep": 0}}}))
+
+
+def test_long_lists_of_layers_make_short_names(write_recipe: WriteRecipe) -> None:
+    parts = (
+        "attn.q_proj",
+        "attn.k_proj",
+        "attn.v_proj",
+        "attn.o_proj",
+        "ffn.gate_proj",
+        "ffn.up_proj",
+        "ffn.down_proj",
+    )
+    layers = [f"blocks.{block}.{part}" for block in (0, 1) for part in parts]
+    axes = {"precision.recipe": ["rowwise"], "precision.exclude": [[], layers[:2], layers, layers[:-1]]}
+    plan = matrix.read(write_recipe({"axes": axes, "base": {"precision": {"keep": 0}}}))
+    runs = [r for r in plan.runs if r.role == "test" and r.spec.seed == 0]
+    assert [r.arm for r in runs][:2] == [
+        "rowwise-exclude=none-e3b0", "rowwise-exclude=blocks.0.attn.q_proj,blocks.0.attn.k_proj",
+    ]  # fmt: skip
+    assert len({r.arm for r in runs}) == 4
+    long = r"rowwise-exclude=blocks\.0\.attn\.q_proj,blocks\.0\.at-[0-9a-f]{8}"
+    assert all(re.fullmatch(long, r.arm) for r in runs[2:])
+    assert max(len(r.run_id) for r in runs) < 120
+
+
+def test_names_that_no_directory_can_have_are_refused(write_recipe: WriteRecipe) -> None:
+    keys = ("lr", "beta1", "beta2", "eps", "weight_decay", "clip_norm", "min_lr_ratio", "decay_fraction")
+    axes = {f"optim.{key}": [0.12345678901234567, 0.1234567890123456] for key in keys}
+    path = write_recipe({"axes": {"precision.recipe": ["rowwise"], **axes}, "seeds": [0]})
+    with pytest.raises(
+        UsageError, match=r"axes: the runs of d32l3-lr=0.1.* named by more than the 255 bytes"
+    ):
+        matrix.read(path)
+
+
+def test_reorder_of_one_row_is_no_null(write_recipe: WriteRecipe) -> None:
+    path = write_recipe({"base": {"train": {"batch_size": 1}}})
+    with pytest.raises(
+        UsageError, match=r":\d+: null.0.kind: reorder permutes .*batch_size is 1: .*; write a larger"
+    ):
+        matrix.read(path)
+    matrix.read(write_recipe({"base": {"train": {"batch_size": 1}}, "null": [{"kind": "rerun"}]}))
+
+
+def test_what_the_control_keeps_has_its_line(write_recipe: WriteRecipe) -> None:
+    path = write_recipe({"control": {"precision.recipe": "bf16", "precision.exclude": ["nothing*"]}})
+    line = load(path).line(("control", "precision.exclude"))
+    with pytest.raises(UsageError, match=rf"recipe.yaml:{line}: control.precision.exclude: .*nothing\*"):
+        matrix.read(path)
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda p: p.stem)

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import contextlib
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,6 +11,7 @@ from hypothesis import strategies as st
 
 from fp8parity import matrix
 from fp8parity.errors import UsageError
+from fp8parity.plan import plan_document
 from fp8parity.problems import nearest
 from fp8parity.recipe_file import dotted_keys, parse_fraction
 from fp8parity.yaml_marks import load
@@ -157,3 +160,38 @@ def test_dotted_keys_are_the_sections_fields() -> None:
 def test_nearest() -> None:
     assert nearest("cosin", ["cosine", "wsd"]).startswith("did you mean 'cosine'?")
     assert nearest("zzz", ["cosine", "wsd"]) == "known: cosine, wsd"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "expected"),
+    [
+        ("base:", "name: 2026-11-31\nbase:", r"1: not valid YAML: day .*; put it in quotes"),
+        (
+            "base:",
+            "description: 2026-13-01\nbase:",
+            r"1: not valid YAML: month must be in 1..12; put it in quotes",
+        ),
+        ("seeds: [0, 1]", "seeds: &a [0, *a]", r"8: this value contains itself through an alias"),
+        ("base:", "x: &a {y: *a}\nbase:", r"1: this value contains itself through an alias"),
+        ("base:", "x: &a {<<: *a}\nbase:", r"1: this value contains itself through an alias"),
+        ("steps: 10", "steps: " + "1" * 5000, r"4: not valid YAML: the number is beyond 2\^64 - 1"),
+        ("steps: 10", "steps: 0x" + "f" * 5000, r"4: not valid YAML: the number is beyond 2\^64 - 1"),
+        (
+            "preset: 0.7m",
+            "preset: 0.7m, vocab_size: 1" + "0" * 400,
+            r"2: not valid YAML: the number is beyond",
+        ),
+        ("base:", "x: " + "[" * 5000 + "\nbase:", r"1: is nested too deeply"),
+    ],
+    ids=["date", "month", "list", "mapping", "merge", "digits", "hex", "vocabulary", "depth"],
+)
+def test_yaml_that_python_cannot_hold_is_one_line(write: Write, old: str, new: str, expected: str) -> None:
+    (error,) = errors_of(write(GOOD.replace(old, new, 1)))
+    assert re.match(expected, error), error
+
+
+@pytest.mark.parametrize("key", ["vocab_size", "ffn_dim"])
+def test_the_largest_number_is_planned_or_refused(write: Write, key: str) -> None:
+    text = GOOD.replace("preset: 0.7m", f"preset: 0.7m, {key}: {2**64 - 16}", 1)
+    with contextlib.suppress(UsageError):
+        plan_document(matrix.read(write(text)))

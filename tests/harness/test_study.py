@@ -118,6 +118,25 @@ def test_seeds_recipes_and_null_entries_at_the_end_are_taken(lay_out: LayOut) ->
     assert {"tensorwise-0", "rowwise-2"} <= set(more)
 
 
+@pytest.mark.parametrize("criteria", [{"looks": [3, 5]}, {"anytime": True}])
+def test_looks_take_no_seed_below_those_they_took(lay_out: LayOut, criteria: dict[str, object]) -> None:
+    lay_out({"seeds": [5, 6, 7], "criteria": criteria})
+    with pytest.raises(
+        UsageError,
+        match=r"recipe.yaml: seeds: seed 0, 4 is new and below seed 7 .*; number new seeds from 8 up, or use",
+    ):
+        lay_out({"seeds": [5, 6, 7, 4, 0, 8], "criteria": criteria})
+    more = lay_out({"seeds": [8, 5, 6, 7], "criteria": criteria})
+    assert "rowwise-8" in more
+    axes = {"precision.recipe": ["tensorwise", "rowwise", "rowwise_with_gw_hp"]}
+    assert "rowwise_with_gw_hp-5" in lay_out({"seeds": [5, 6, 7, 8], "criteria": criteria, "axes": axes})
+
+
+def test_without_looks_any_seed_is_taken(lay_out: LayOut) -> None:
+    lay_out({"seeds": [5, 6]})
+    assert "rowwise-0" in lay_out({"seeds": [0, 5, 6]})
+
+
 def test_a_directory_of_something_else_is_refused(lay_out: LayOut, tmp_path: Path) -> None:
     (tmp_path / "study").mkdir()
     (tmp_path / "study" / "thesis.tex").write_text("precious")
