@@ -1,4 +1,4 @@
-"""What is said of runs that did not start from drawn weights: from which run and step, and what that leaves open."""
+"""What is said of runs whose weights were not drawn anew for each seed, and of forks: what that leaves open."""
 
 from __future__ import annotations
 
@@ -45,6 +45,23 @@ def fork_remarks(arm: Arm, seeds: Sequence[int]) -> Iterator[str]:
         yield (
             "all seeds start from one state of one parent: their spread is that of the order of data after the fork, "
             "and the verdict is about this parent"
+        )
+
+
+def start_remarks(arm: Arm, seeds: Sequence[int]) -> Iterator[str]:
+    """Yield the seeds whose controls began with the same weights, drawn once or loaded; forks have their own remark."""
+    if is_fork(arm):
+        return
+    found: dict[Any, list[int]] = {}
+    for seed in seeds:
+        found.setdefault(arm.control[seed][0].identity.get("init_digest"), []).append(seed)
+    for digest, same in found.items():
+        if digest is None or len(same) < 2:
+            continue
+        who = "all seeds" if len(same) == len(seeds) else f"seeds {', '.join(map(str, same))}"
+        yield (
+            f"{who} start from the same initial weights: their spread is that of the order of data alone, and the "
+            "verdict is about these weights; a builder that is to draw them anew must not set a seed of its own"
         )
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from fp8parity_analysis import gap as gaps
 from fp8parity_analysis import health
-from fp8parity_analysis.forks import fork_remarks
+from fp8parity_analysis.forks import fork_remarks, start_remarks
 from fp8parity_analysis.grid import (
     cadence_remarks,
     common_steps,
@@ -75,7 +75,7 @@ class Pairs:
 def build_pairs(arm: Arm, criteria: Criteria) -> Pairs:
     """Join an arm with its control; never raises on what the curves hold, it says so in `invalid`."""
     seeds = tuple(seed for seed in arm.test if seed in arm.control)
-    warnings = [*fork_remarks(arm, seeds), *left_out(arm)]
+    warnings = [*fork_remarks(arm, seeds), *start_remarks(arm, seeds), *left_out(arm)]
     if not seeds:
         return _nothing(arm, ("no seed has both a control run and a run of this arm",), warnings)
     invalid = [

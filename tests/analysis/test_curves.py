@@ -113,6 +113,18 @@ def write_study(directory, n=4, *, spoil=None, arm="rowwise", group="0.3m"):
     return drawn
 
 
+def share_weights(directory, seeds, forked):
+    """Let all runs of `seeds` have begun with the first one's weights, as forks if `forked`."""
+    for path in sorted(directory.rglob(schema.MANIFEST_FILE)):
+        spec_path = path.parent / schema.SPEC_FILE
+        document = json.loads(spec_path.read_text())
+        if forked:
+            document["spec"]["fork_from"] = {"step": 500}
+            store.write_json(spec_path, document)
+        if document["seed"] in seeds:
+            store.write_json(path, {**json.loads(path.read_text()), "init_digest": f"i{seeds[0]}"})
+
+
 def judged(directory, **criteria):
     return judge(CurveSet.from_runs(store.read_runs(directory)), Criteria(**criteria))
 
@@ -161,6 +173,25 @@ class TestFromRuns:
         assert told.outcome is Outcome.INVALID
         assert re.search(message, why(told))
         assert "s2" in why(told)
+
+    @pytest.mark.parametrize(
+        ("seeds", "forked", "who"),
+        [
+            ((0, 1, 2, 3), False, "all seeds"),
+            ((1, 3), False, "seeds 1, 3"),
+            ((2,), False, None),
+            ((0, 1, 2, 3), True, None),
+        ],
+    )
+    def test_seeds_that_start_from_the_same_weights_are_told(self, tmp_path, seeds, forked, who):
+        """As where a model's builder sets a seed of its own, or weights are loaded; a fork says it in its own words."""
+        write_study(tmp_path)
+        before = judged(tmp_path).verdicts[0]
+        share_weights(tmp_path, seeds, forked)
+        told = judged(tmp_path).verdicts[0]
+        assert told.outcome is before.outcome
+        said = [text for text in told.warnings if "start from the same initial weights" in text]
+        assert [text.split(" start")[0] for text in said] == ([] if who is None else [who])
 
     def test_precision_and_replica_may_differ(self, tmp_path):
         write_study(tmp_path, spoil={1: {"spec": {"precision": {"recipe": "x"}, "replica_kind": "rerun"}}})
