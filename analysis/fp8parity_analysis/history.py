@@ -26,10 +26,14 @@ JUDGED, KILLED, FAILED = "judged", "killed", "failed"
 
 @dataclass(frozen=True)
 class Observation:
-    """One number of one night. `se`: the night-to-night sd that the null pairs predict, None if unknown."""
+    """One number of one night. `se`: the night-to-night sd that the null pairs predict, None if unknown.
+
+    `df`: the degrees of freedom of `se`, or of a value that is itself an sd; None in nights of earlier versions.
+    """
 
     value: float
     se: float | None = None
+    df: int | None = None
 
 
 @dataclass(frozen=True)
@@ -58,7 +62,8 @@ class Night:
     """One line of the history.
 
     `status` is `judged`, `killed` (no end was recorded) or `failed` (no verdict; `reason` says why). `facts` are what
-    can have changed between nights, such as versions and digests, all text.
+    can have changed between nights, such as versions and digests, all text. `finished` names the runs that reached
+    an end, as `crashed` does those that did not; None in nights of earlier versions.
     """
 
     night: str
@@ -72,6 +77,7 @@ class Night:
     series: Mapping[str, Observation] = field(default_factory=dict)
     checks: Mapping[str, Check] = field(default_factory=dict)
     crashed: Mapping[str, str] = field(default_factory=dict)
+    finished: tuple[str, ...] | None = None
     told: Mapping[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
@@ -90,6 +96,7 @@ class Night:
                 "series": {name: vars(item) for name, item in self.series.items()},
                 "checks": {name: vars(item) for name, item in self.checks.items()},
                 "crashed": self.crashed,
+                "finished": self.finished,
                 "told": self.told,
             }
         )
@@ -115,7 +122,7 @@ class History:
 
 def _night(document: Mapping[str, Any]) -> Night:
     series = {
-        str(name): Observation(float(item["value"]), item.get("se"))
+        str(name): Observation(float(item["value"]), item.get("se"), item.get("df"))
         for name, item in document.get("series", {}).items()
         if item.get("value") is not None
     }
@@ -135,6 +142,7 @@ def _night(document: Mapping[str, Any]) -> Night:
         series=series,
         checks={str(name): Check(**item) for name, item in document.get("checks", {}).items()},
         crashed={str(name): str(why) for name, why in document.get("crashed", {}).items()},
+        finished=None if document.get("finished") is None else tuple(map(str, document["finished"])),
         told=document.get("told", {}),
     )
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from fp8parity_analysis import report_format as fmt
 from fp8parity_analysis.history import JUDGED, History, Night
+from fp8parity_analysis.history_prior import pooled
 from fp8parity_analysis.history_series import FALSE_ALARMS_PER_NIGHT, Series, levels
 from fp8parity_analysis.history_steps import BAD_STATES, Replay, State, replay
 from fp8parity_analysis.schema import EXIT_OF_GATE, Gate
@@ -28,10 +29,20 @@ _BAD_GATES = (Gate.FAIL.value, Gate.INVALID.value)
 
 
 @dataclass(frozen=True)
+class Change:
+    """A fact that differs between two nights, with both values."""
+
+    what: str
+    before: str
+    after: str
+
+
+@dataclass(frozen=True)
 class Finding:
     """One thing a night has to say. `state` is new, still failing, fixed or notice; `kind` step, check or crash.
 
-    `since`: the first night of the episode; `last_good`: the last night before it without a failure of this kind.
+    `since`: the first night of the episode; `last_good`: the last night before it without a failure of this kind;
+    `changed`: for what still fails, what differed between the night it began and the one before.
     """
 
     name: str
@@ -40,20 +51,12 @@ class Finding:
     text: str
     since: str
     last_good: str | None
+    changed: tuple[Change, ...] = ()
 
     @property
     def failing(self) -> bool:
         """Whether this is a failure tonight."""
         return self.state in (NEW, STILL)
-
-
-@dataclass(frozen=True)
-class Change:
-    """A fact that differs between two nights, with both values."""
-
-    what: str
-    before: str
-    after: str
 
 
 @dataclass(frozen=True)
@@ -67,11 +70,15 @@ class Tracked:
 
 @dataclass(frozen=True)
 class Assessment:
-    """Everything the latest night says, before it is laid out. `changes` is since `last_good`."""
+    """Everything the latest night says, before it is laid out.
+
+    `changes` is since `compared_with`: the night before what is new began, else before what still fails, else the
+    last one. It can have failures of its own.
+    """
 
     night: Night
     findings: tuple[Finding, ...]
-    last_good: Night | None
+    compared_with: Night | None
     changes: tuple[Change, ...]
     gate: Gate
     regressed: bool
@@ -89,7 +96,7 @@ def track(history: History, rate: float = FALSE_ALARMS_PER_NIGHT) -> Tracked:
     nights = tuple(night for night in history.nights if night.status == JUDGED)
     names = tuple(dict.fromkeys(name for night in nights for name in night.series))
     shape = (len(nights), len(names))
-    values, predicted = np.full(shape, np.nan), np.full(shape, np.nan)
+    values, predicted, df = (np.full(shape, np.nan) for _ in range(3))
     alpha, restart = np.zeros(shape), np.zeros(shape, dtype=bool)
     for t, night in enumerate(nights):
         level = levels(night.series, rate) if night.series else {}
@@ -98,18 +105,23 @@ def track(history: History, rate: float = FALSE_ALARMS_PER_NIGHT) -> Tracked:
             if item is not None:
                 values[t, j] = Series(name).scaled(item.value)
                 predicted[t, j] = math.nan if item.se is None else item.se
+                df[t, j] = math.nan if item.df is None else item.df
                 alpha[t, j] = level[name]
     for before, name in history.accepted:
         t = sum(night.status == JUDGED for night in history.nights[:before])
         if name in names and t < len(nights):
             restart[t, names.index(name)] = True
     series = [Series(name) for name in names]
+    predicted, df = pooled(predicted, df)
     told = replay(
         values[None],
         alpha,
         np.array([float(item.direction) for item in series]),
         np.array([item.floor for item in series]),
+        relative_floor=np.array([item.relative_floor for item in series]),
         predicted=predicted[None],
+        df=df[None],
+        variance=np.array([item.kind.scale == "variance" for item in series], dtype=bool),
         restart=restart,
     )
     return Tracked(nights, names, told)
@@ -144,52 +156,60 @@ def _good_before(tracked: Tracked, onset: int, j: int) -> str | None:
     return tracked.nights[good[-1]].night if good else None
 
 
-def _right(night: Night) -> dict[str, tuple[bool, str]]:
-    """Return everything of a night that is right or wrong: checks, gates and crashes, by name."""
-    found = {f"check/{name}": (item.ok, item.value) for name, item in night.checks.items()}
+def _right(night: Night) -> dict[str, tuple[bool | None, str]]:
+    """Return everything of a night that is right or wrong, by name: checks and verdicts; None is not settled."""
+    found: dict[str, tuple[bool | None, str]] = {
+        f"check/{name}": (item.ok, item.value) for name, item in night.checks.items()
+    }
     for cell in night.cells:
-        reason = f": {cell.reasons[0]}" if cell.reasons and cell.gate in _BAD_GATES else ""
-        found[f"verdict/{cell.recipe}"] = (cell.gate not in _BAD_GATES, f"{cell.outcome}{reason}")
+        bad = cell.gate in _BAD_GATES
+        reason = f": {cell.reasons[0]}" if cell.reasons and bad else ""
+        ok = None if cell.gate == Gate.INCONCLUSIVE.value else not bad
+        found[f"verdict/{cell.recipe}"] = (ok, f"{cell.outcome}{reason}")
     return found
 
 
 def _check_findings(nights: Sequence[Night]) -> Iterator[Finding]:
-    """Compare what is right or wrong with the last night that has it."""
+    """Compare what is right or wrong with the last night that settles it: only what is right ends a failure."""
     tonight = nights[-1]
     for name, (ok, value) in _right(tonight).items():
         past = [(night, _right(night)[name]) for night in nights[:-1] if name in _right(night)]
-        wrong = [night for night, (was_ok, _) in past if not was_ok]
-        last_good = next((night.night for night, (was_ok, _) in reversed(past) if was_ok), None)
-        was_ok = past[-1][1][0] if past else True
+        settled = [(night.night, was_ok) for night, (was_ok, _) in past if was_ok is not None]
+        last_good = next((night for night, was_ok in reversed(settled) if was_ok), None)
+        failed = bool(settled) and not settled[-1][1]
+        since = _start_of_run(settled) if failed else tonight.night
         title = (
             name.partition("/")[2]
             if name.startswith("verdict/")
             else name.removeprefix("check/").replace("/", " of ", 1)
         )
-        if not ok:
-            since = tonight.night if was_ok else _start_of_run(past)
-            yield Finding(name, "check", NEW if was_ok else STILL, f"{title}: {value}", since, last_good)
-        elif not was_ok:
-            yield Finding(name, "check", FIXED, f"{title}: {value}", wrong[-1].night, tonight.night)
+        if ok is None:
+            if failed:
+                text = f"{title}: {value}, so its failure is no longer shown, nor is it shown to be right"
+                yield Finding(name, "check", NOTICE, text, since, last_good)
+        elif not ok:
+            yield Finding(name, "check", STILL if failed else NEW, f"{title}: {value}", since, last_good)
+        elif failed:
+            yield Finding(name, "check", FIXED, f"{title}: {value}", since, tonight.night)
         elif past and name.startswith("check/") and past[-1][1][1] != value:
             text = f"{title} changed from {past[-1][1][1]!r} to {value!r}"
             yield Finding(name, "check", NOTICE, text, tonight.night, last_good)
 
 
-def _start_of_run(past: Sequence[tuple[Night, tuple[bool, str]]]) -> str:
-    """Return the first night of the unbroken run of failures that `past` ends with."""
-    start = past[-1][0].night
-    for night, (ok, _) in reversed(past):
+def _start_of_run(settled: Sequence[tuple[str, bool | None]]) -> str:
+    """Return the first night of the unbroken run of failures that `settled` ends with."""
+    start = settled[-1][0]
+    for night, ok in reversed(settled):
         if ok:
             break
-        start = night.night
+        start = night
     return start
 
 
 def _crash_findings(nights: Sequence[Night]) -> Iterator[Finding]:
     tonight, past = nights[-1], nights[:-1]
     for name, why in tonight.crashed.items():
-        good = [t for t, night in enumerate(past) if name not in night.crashed]
+        good = [t for t, night in enumerate(past) if name not in night.crashed and _has(night, name)]
         start = good[-1] + 1 if good else 0
         state = STILL if start < len(past) else NEW
         last_good = nights[good[-1]].night if good else None
@@ -197,10 +217,20 @@ def _crash_findings(nights: Sequence[Night]) -> Iterator[Finding]:
             f"crash/{name}", "crash", state, f"{name} crashed: {why}", nights[start].night, last_good
         )
     for name in past[-1].crashed if past else ():
-        if name not in tonight.crashed:
+        if name not in tonight.crashed and _has(tonight, name):
             text = f"{name} ran to its end again"
             yield Finding(f"crash/{name}", "crash", FIXED, text, past[-1].night, tonight.night)
+        elif name not in tonight.crashed:
+            same = past[-1].facts.get("recipe sha256") == tonight.facts.get("recipe sha256")
+            words = "has no run tonight" if same else "is no longer in the recipe file"
+            text = f"{name} crashed last night and {words}"
+            yield Finding(f"crash/{name}", "crash", NOTICE, text, past[-1].night, None)
     yield from _missing(nights)
+
+
+def _has(night: Night, run: str) -> bool:
+    """Return whether a run that did not crash ran to its end; nights of earlier versions do not say, and count."""
+    return night.finished is None or run in night.finished
 
 
 def _missing(nights: Sequence[Night]) -> Iterator[Finding]:
@@ -248,8 +278,10 @@ def assess(history: History, rate: float = FALSE_ALARMS_PER_NIGHT) -> Assessment
         *_check_findings(tracked.nights),
         *_step_findings(tracked),
     ]
-    findings = tuple(sorted(found, key=lambda item: _ORDER[item.state]))
-    last_good = _last_good(tracked.nights, findings)
+    findings = tuple(
+        _dated(item, tracked.nights) for item in sorted(found, key=lambda item: _ORDER[item.state])
+    )
+    before = _before(tracked.nights, findings)
     latest = len(tracked.nights) - 1
     learning = tuple(
         name for j, name in enumerate(tracked.names) if tracked.replay.state[0, latest, j] == State.LEARNING
@@ -258,8 +290,8 @@ def assess(history: History, rate: float = FALSE_ALARMS_PER_NIGHT) -> Assessment
     return Assessment(
         tonight,
         findings,
-        last_good,
-        changes_between(last_good, tonight) if last_good else (),
+        before,
+        changes_between(before, tonight) if before else (),
         _gate(tonight, findings),
         regressed,
         learning,
@@ -285,7 +317,15 @@ def _silence_ended(nights: Sequence[Night]) -> Iterator[Finding]:
         yield Finding("night", "crash", FIXED, text, silent[0].night, nights[-1].night)
 
 
-def _last_good(nights: Sequence[Night], findings: Sequence[Finding]) -> Night | None:
+def _dated(item: Finding, nights: Sequence[Night]) -> Finding:
+    """Give what still fails the changes of the night on which it began."""
+    t = next((t for t, night in enumerate(nights) if night.night == item.since), 0)
+    if item.state != STILL or t == 0:
+        return item
+    return replace(item, changed=changes_between(nights[t - 1], nights[t]))
+
+
+def _before(nights: Sequence[Night], findings: Sequence[Finding]) -> Night | None:
     """Return the last night before what is new tonight, else before what still fails, else last night."""
     new = [item.since for item in findings if item.state == NEW]
     starts = new or [item.since for item in findings if item.failing]

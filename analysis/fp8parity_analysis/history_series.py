@@ -22,7 +22,8 @@ Scale = Literal["linear", "log", "variance"]
 class Kind:
     """A kind of series. `share` of the nightly level; `direction` 1 where a rise is worse, -1 a fall, 0 both.
 
-    `floor` is the smallest step worth a word, on the scale tested. Scales: `log` for losses and speeds; `variance`
+    `floor` is the smallest step worth a word, on the scale tested; `relative_floor` the same as a share of the
+    baseline's plain value. Scales: `log` for losses and speeds; `variance`
     is the cube root of the square, which makes a sample sd normal to a good approximation (Wilson and Hilferty 1931).
     """
 
@@ -33,6 +34,7 @@ class Kind:
     scale: Scale
     subject: str
     show: Callable[[float], str]
+    relative_floor: float = 0.0
 
 
 def _percent(value: float) -> str:
@@ -68,10 +70,11 @@ KINDS: Mapping[str, Kind] = {
             "variance",
             "noise floor (sd of a BF16 run within its seed), {}",
             _plain_percent,
+            0.10,
         ),
         Kind("speedup", 0.15, -1, 0.02, "log", "throughput of {} over BF16", _ratio),
         Kind("speed", 0.05, -1, 0.02, "log", "BF16 throughput, {}, tokens/s", fmt.count),
-        Kind("tensor", 0.20, 0, 0.0, "linear", "{}", _four),
+        Kind("tensor", 0.20, 0, 0.0, "linear", "{}", _four, 0.10),
     )
 }
 _TENSOR_RULES: tuple[tuple[str, int, float], ...] = (
@@ -122,6 +125,14 @@ class Series:
         rule = self._tensor_rule()
         return rule[1] if rule else self.kind.floor
 
+    @property
+    def relative_floor(self) -> float:
+        """The smallest step worth a word as a share of the baseline, on the scale tested."""
+        if self._tensor_rule():
+            return 0.0
+        share = self.kind.relative_floor
+        return (1 + share) ** (2 / 3) - 1 if self.kind.scale == "variance" else share
+
     def scaled(self, value: float) -> float:
         """Return a value on the scale that is tested; NaN where it has none."""
         if self.kind.scale == "log":
@@ -136,7 +147,7 @@ class Series:
 
     def show(self, value: float) -> str:
         """Return a plain value as text with its unit."""
-        decibel = " dB" if self.kind.name == "tensor" and self.name.endswith("sqnr_db") else ""
+        decibel = " dB" if self.kind.name == "tensor" and "sqnr_db" in self.name.rpartition("/")[2] else ""
         return self.kind.show(value) + decibel
 
     def step_words(self, before: float, after: float) -> str:

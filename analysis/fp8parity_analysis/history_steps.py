@@ -10,6 +10,10 @@ the two-sample t with the variance of the baseline alone, so a step inside the w
 nights T_k is Student t with n - 1 degrees of freedom. The windows share the level of the series by Bonferroni, the
 series share the level of the night (`history_series.levels`): whatever the dependence between series, a night in
 which nothing changed raises an alarm with at most the stated probability.
+
+A night that repeats the last one bit for bit is the same draw of the noise, not another one: n and k count draws, and
+only the first five nights, which teach, count nights. Below five draws the spread is the one that the null pairs
+predict (`history_prior`), not that of the draws.
 """
 
 from __future__ import annotations
@@ -19,20 +23,16 @@ from enum import IntEnum
 
 import numpy as np
 import numpy.typing as npt
-from scipy.special import stdtr
 
-FloatArray = npt.NDArray[np.float64]
+from fp8parity_analysis.history_prior import BASELINE_LEAST, BoolArray, FloatArray, Prior, p_value
+
 IntArray = npt.NDArray[np.int64]
-BoolArray = npt.NDArray[np.bool_]
 
 WINDOWS = (1, 2, 4, 7)
 """Numbers of last nights that are held against the nights before them."""
 BASELINE_MOST = 30
-BASELINE_LEAST = 5
 ADOPT_AFTER = 7
 """A step for the better is the new normal after so many nights; a step for the worse never is by itself."""
-REPEATS_ITSELF = 0.1
-"""Nights that vary less than this share of what the null pairs predict come from a device that repeats itself."""
 
 _LENGTH = BASELINE_MOST + max(WINDOWS)
 
@@ -116,31 +116,22 @@ class _Sums:
         with np.errstate(divide="ignore", invalid="ignore"):
             mean = total / n
             sd = np.sqrt(np.maximum(self.squares[..., last] - total * mean, 0.0) / (n - 1))
-        return n, self.origin + mean, sd
+        return n, self.origin + mean, np.where(n > 1, sd, 0.0)
 
 
-def _p_value(step: FloatArray, sd: FloatArray, n: FloatArray, k: int, predicted: FloatArray) -> FloatArray:
-    """Return the two-sided p of a step; `predicted` stands in for an sd that a repeating device makes useless."""
-    sd = np.where(sd < REPEATS_ITSELF * np.nan_to_num(predicted), predicted, sd)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        t = np.abs(step) / (sd * np.sqrt(1.0 / k + 1.0 / n))
-    t = np.where((step == 0) & (sd == 0), 0.0, t)
-    return np.asarray(2.0 * stdtr(np.maximum(n - 1, 1), -t), dtype=np.float64)
-
-
-def _scan(buffer: FloatArray, predicted: FloatArray) -> _Test:
-    """Test every window of `buffer` [R, S, L], whose last value is tonight's."""
+def _scan(buffer: FloatArray, times: IntArray, prior: Prior) -> _Test:
+    """Test every window of `buffer` [R, S, L], the last draw tonight's; `times`: nights that each draw stood for."""
     shape = buffer.shape[:-1]
     best = np.full(shape, np.inf)
     k_best, windows = np.ones(shape, dtype=np.int64), np.zeros(shape)
     base, level = np.full(shape, np.nan), np.full(shape, np.nan)
-    sums = _Sums.of(buffer)
+    sums, until = _Sums.of(buffer), np.cumsum(times, -1)
     for k in WINDOWS:
         n, mean, sd = sums.before(k)
-        usable = n >= BASELINE_LEAST
+        usable = until[..., _LENGTH - k - 1] >= BASELINE_LEAST
         windows += usable
         window = sums.origin + (buffer[..., _LENGTH - k :] - sums.origin[..., None]).mean(-1)
-        p = _p_value(window - mean, sd, n, k, predicted)
+        p = p_value(window, mean, sd, n, k, prior)
         wins = usable & (p < best)
         best, k_best = np.where(wins, p, best), np.where(wins, k, k_best)
         base, level = np.where(wins, mean, base), np.where(wins, window, level)
@@ -152,39 +143,54 @@ def _scan(buffer: FloatArray, predicted: FloatArray) -> _Test:
 class _Replayer:
     """The running state of all series; `night` moves it one night on."""
 
-    def __init__(self, replicates: int, series: int, direction: FloatArray, floor: FloatArray) -> None:
+    def __init__(
+        self,
+        replicates: int,
+        series: int,
+        direction: FloatArray,
+        floor: FloatArray,
+        relative_floor: FloatArray,
+    ) -> None:
         shape = (replicates, series)
         self.buffer = np.full((*shape, _LENGTH), np.nan)
-        self.nights = np.full((*shape, _LENGTH), -1, dtype=np.int32)
+        self.nights = np.full((*shape, _LENGTH), -1, dtype=np.int32)  # the first night of each draw
+        self.times = np.zeros((*shape, _LENGTH), dtype=np.int64)
         self.episode = np.full((*shape, ADOPT_AFTER), np.nan)
         self.side = np.zeros(shape, dtype=np.int64)  # 0 no episode, 1 for the worse, -1 for the better
         self.onset = np.full(shape, -1, dtype=np.int64)
         self.base = np.full(shape, np.nan)
-        self.direction, self.floor = direction, floor
+        self.direction, self.floor, self.relative_floor = direction, floor, relative_floor
 
     def restart(self, where: BoolArray) -> None:
         """Forget the past of some series: their level was accepted."""
         self.buffer[:, where] = np.nan
         self.nights[:, where] = -1
+        self.times[:, where] = 0
         self.side[:, where] = 0
 
     def _push(self, where: BoolArray, values: FloatArray, night: int) -> None:
-        self.buffer[where, :-1] = self.buffer[where, 1:]
-        self.buffer[where, -1] = values[where]
-        self.nights[where, :-1] = self.nights[where, 1:]
-        self.nights[where, -1] = night
+        """Take tonight's values in; one that repeats the last draw is that draw once more."""
+        again = where & (values == self.buffer[..., -1])
+        self.times[again, -1] += 1
+        fresh = where & ~again
+        for store, value in ((self.buffer, values[fresh]), (self.nights, night), (self.times, 1)):
+            store[fresh, :-1] = store[fresh, 1:]
+            store[fresh, -1] = value
 
     def _drop(self, where: BoolArray, k: int) -> None:
-        """Take the last `k` nights out of the baseline and into the episode."""
+        """Take the last `k` draws out of the baseline and into the episode."""
         self.episode[where] = np.nan
         self.episode[where, -k:] = self.buffer[where, -k:]
-        self.buffer[where, k:] = self.buffer[where, :-k]
-        self.buffer[where, :k] = np.nan
-        self.nights[where, k:] = self.nights[where, :-k]
-        self.nights[where, :k] = -1
+        for store, nothing in ((self.buffer, np.nan), (self.nights, -1), (self.times, 0)):
+            store[where, k:] = store[where, :-k]
+            store[where, :k] = nothing
 
-    def night(self, t: int, x: FloatArray, alpha: FloatArray, predicted: FloatArray) -> Replay:
-        """Take in night `t`: values `x`, levels `alpha` and predicted sds, all [R, S]."""
+    def _told(self, step: FloatArray, base: FloatArray) -> BoolArray:
+        """Return which steps from `base` are large enough to be worth a word."""
+        return np.asarray(np.abs(step) >= np.maximum(self.floor, self.relative_floor * np.abs(base)))
+
+    def night(self, t: int, x: FloatArray, alpha: FloatArray, prior: Prior) -> Replay:
+        """Take in night `t`: values `x` and levels `alpha`, both [R, S], and what is known beforehand."""
         seen = np.isfinite(x)
         inside = seen & (self.side != 0)
         outside = seen & (self.side == 0)
@@ -193,21 +199,22 @@ class _Replayer:
         nothing = np.full(x.shape, np.nan)
         found = Replay(state, onset, nothing.copy(), nothing.copy(), nothing.copy())
         if outside.any():
-            self._look(t, x, outside, alpha, predicted, found)
+            self._look(t, x, outside, alpha, prior, found)
         if inside.any():
-            self._follow(t, x, inside, alpha, predicted, found)
+            self._follow(t, x, inside, alpha, prior, found)
         return found
 
     def _look(
-        self, t: int, x: FloatArray, who: BoolArray, alpha: FloatArray, predicted: FloatArray, found: Replay
+        self, t: int, x: FloatArray, who: BoolArray, alpha: FloatArray, prior: Prior, found: Replay
     ) -> None:
         """Test the series that are in no episode, and open one where a test rejects."""
         self._push(who, x, t)
-        test = _scan(self.buffer, predicted)
+        test = _scan(self.buffer, self.times, prior)
         step = test.level - test.base
-        alarm = who & test.tested & (test.p <= alpha) & (np.abs(step) >= self.floor)
+        alarm = who & test.tested & (test.p <= alpha) & self._told(step, test.base)
         worse = (step * self.direction > 0) | (self.direction == 0)
-        found.state[who & test.tested] = State.GOOD
+        repeated = (self.times[..., -1] > 1) & (self.times.sum(-1) > BASELINE_LEAST)
+        found.state[who & (test.tested | repeated)] = State.GOOD
         found.state[alarm & worse] = State.NEW
         found.state[alarm & ~worse] = State.BETTER
         for target, source in ((found.base, test.base), (found.level, test.level), (found.p, test.p)):
@@ -222,15 +229,15 @@ class _Replayer:
         found.onset[alarm] = self.onset[alarm]
 
     def _follow(
-        self, t: int, x: FloatArray, who: BoolArray, alpha: FloatArray, predicted: FloatArray, found: Replay
+        self, t: int, x: FloatArray, who: BoolArray, alpha: FloatArray, prior: Prior, found: Replay
     ) -> None:
         """Say of open episodes whether tonight is back at the baseline, nearer to it than to the episode."""
         n, mean, sd = _Sums.of(self.buffer).before(0)
         level = np.full(x.shape, np.nan)
         level[who] = np.nanmean(self.episode[who], axis=-1)
         step = x - mean
-        p = _p_value(step, sd, n, 1, predicted)
-        inconspicuous = (p > alpha) | (np.abs(step) < self.floor)
+        p = p_value(x, mean, sd, n, 1, prior)
+        inconspicuous = (p > alpha) | ~self._told(step, mean)
         back = who & inconspicuous & (np.abs(step) < np.abs(x - level))
         stays = who & ~back
         found.onset[who] = self.onset[who]
@@ -247,9 +254,10 @@ class _Replayer:
         adopted = stays & (self.side < 0) & np.isfinite(self.episode).all(-1)
         if adopted.any():
             found.state[adopted] = State.ADOPTED
-            self.buffer[adopted] = np.nan
-            self.buffer[adopted, -ADOPT_AFTER:] = self.episode[adopted]
+            self.buffer[adopted], self.times[adopted] = np.nan, 0
             self.nights[adopted] = t  # only ever read as "some night of the new normal"
+            for place in range(ADOPT_AFTER):
+                self._push(adopted, self.episode[..., place], t)
             self.side[adopted] = 0
 
 
@@ -259,23 +267,32 @@ def replay(
     direction: FloatArray,
     floor: FloatArray,
     *,
+    relative_floor: FloatArray | None = None,
     predicted: FloatArray | None = None,
+    df: FloatArray | None = None,
+    variance: BoolArray | None = None,
     restart: BoolArray | None = None,
 ) -> Replay:
     """Return the state of every series on every night of `values` [R, N, S], NaN being no value that night.
 
     `alpha` [N, S] is the level of each test; `direction` [S] is 1 where a rise is worse, -1 where a fall is, 0 where
-    both are; steps below `floor` [S] are never reported; `predicted` [R, N, S] is the night-to-night sd that the null
-    pairs predict, used where the nights repeat themselves; `restart` [N, S] marks where a level was accepted.
+    both are; steps below `floor` [S], or below the share `relative_floor` [S] of the baseline, are never reported;
+    `predicted` and `df` [R, N, S] are the sd of a draw that the null pairs predict and its degrees of freedom, used
+    where the nights repeat themselves; `variance` [S] marks what is itself the cube root of a variance with `df`
+    degrees of freedom; `restart` [N, S] marks where a level was accepted.
     """
     replicates, nights, series = values.shape
-    known = np.full(values.shape, np.nan) if predicted is None else predicted
-    running = _Replayer(replicates, series, direction, floor)
+    nothing = np.full(values.shape, np.nan)
+    known = nothing if predicted is None else predicted
+    sizes = np.where(np.isfinite(known), np.inf, np.nan) if df is None else df
+    kinds = np.zeros(series, dtype=bool) if variance is None else variance
+    shares = np.zeros(series) if relative_floor is None else relative_floor
+    running = _Replayer(replicates, series, direction, floor, shares)
     told = []
     for t in range(nights):
         if restart is not None and restart[t].any():
             running.restart(restart[t])
-        told.append(running.night(t, values[:, t], alpha[t][None, :], known[:, t]))
+        told.append(running.night(t, values[:, t], alpha[t][None, :], Prior(known[:, t], sizes[:, t], kinds)))
     empty = np.zeros((replicates, 0, series))
 
     def stack(name: str) -> npt.NDArray[np.generic]:

@@ -48,30 +48,37 @@ def series_of(
     speeds = speeds_of(runs)
     found: dict[str, float | None] = {}
     predicted: dict[str, float | None] = {}
+    sizes: dict[str, int] = {}
     for verdict in judgement.verdicts:
         if verdict.recipe in judgement.null_recipes:
             continue
         controls = runs.controls_of(verdict.recipe)
         group = str(controls[0].spec["group"]) if controls else "all"
-        sd = _null_sd(verdict)
+        sd, df = _null_sd(verdict)
         found[f"gap/{verdict.recipe}"] = verdict.gap
         predicted[f"gap/{verdict.recipe}"] = _over_root(sd, verdict.n_seeds / 2)
         found[f"speedup/{verdict.recipe}"] = speeds.get(verdict.recipe)
         found[f"noise/{group}"] = sd
         found[f"loss/{group}"] = control_loss(controls)
         predicted[f"loss/{group}"] = _over_root(sd, len(controls))
+        if sd is not None:
+            sizes |= dict.fromkeys((f"gap/{verdict.recipe}", f"noise/{group}", f"loss/{group}"), df)
         found[f"speed/{group}"] = median_of(controls, "throughput_tokens_per_s")
     found |= {f"tensor/{name}": float(value) for name, value in (tensor or {}).items()}
     return {
-        name: Observation(value, predicted.get(name))
+        name: Observation(value, predicted.get(name), sizes.get(name))
         for name, value in found.items()
         if value is not None and math.isfinite(value)
     }
 
 
-def _null_sd(verdict: Verdict) -> float | None:
-    sd = (verdict.noise_floor.get("control_run") or {}).get("sd")
-    return None if sd is None or not math.isfinite(sd) else float(sd)
+def _null_sd(verdict: Verdict) -> tuple[float | None, int]:
+    """Return the sd of a control run within its seed and its degrees of freedom."""
+    spread = verdict.noise_floor.get("control_run") or {}
+    sd = spread.get("sd")
+    if sd is None or not math.isfinite(sd):
+        return None, 0
+    return float(sd), int(spread["df"])
 
 
 def _over_root(sd: float | None, n: float) -> float | None:
@@ -131,10 +138,28 @@ def _proof(proof: Mapping[str, Any]) -> Check:
 def crashed_of(records: Sequence[RunRecord], reasons: Mapping[str, str]) -> dict[str, str]:
     """Return the runs without an end, by a name that is the same every night, and why."""
     return {
-        f"{record.spec['group']}/{record.spec['arm']} seed {record.spec['seed']}"
-        + (f" replica {record.spec['replica']}" if record.spec["replica"] else ""): reasons.get(
-            record.run_id, "no manifest was written"
-        )
+        _name(record): reasons.get(record.run_id, "no manifest was written")
         for record in records
         if record.manifest is None
     }
+
+
+def finished_of(records: Sequence[RunRecord]) -> tuple[str, ...]:
+    """Return the names of the runs that reached an end."""
+    return tuple(_name(record) for record in records if record.manifest is not None)
+
+
+def _name(record: RunRecord) -> str:
+    spec = record.spec
+    replica = f" replica {spec['replica']}" if spec["replica"] else ""
+    return f"{spec['group']}/{spec['arm']} seed {spec['seed']}{replica}"
+
+
+def facts_of(records: Sequence[RunRecord]) -> dict[str, str]:
+    """Return what the runs say of their data and their Python; what none of them says is left out."""
+    manifests = [record.manifest for record in records if record.manifest]
+    told = {
+        "data sha256": {item.get("data_sha256") for item in manifests},
+        "Python": {(item.get("effective") or {}).get("python") for item in manifests},
+    }
+    return {name: ", ".join(sorted(filter(None, values))) for name, values in told.items() if any(values)}

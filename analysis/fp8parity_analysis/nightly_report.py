@@ -10,17 +10,17 @@ from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from fp8parity_analysis import report_format as fmt
-from fp8parity_analysis.history_findings import FIXED, NEW, NOTICE, STILL, Assessment, Finding, assess
+from fp8parity_analysis.history_findings import FIXED, NEW, NOTICE, STILL, Assessment, Change, Finding, assess
 from fp8parity_analysis.history_series import FALSE_ALARMS_PER_NIGHT, Series
+from fp8parity_analysis.report import page_environment
 from fp8parity_analysis.report_model import Table
 from fp8parity_analysis.schema import Gate, Outcome
 from fp8parity_analysis.summary import escape
 from fp8parity_analysis.verdict import strict_json
-from fp8parity_analysis.wording import GATE_WORDS, is_note
+from fp8parity_analysis.wording import GATE_WORDS
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -36,7 +36,9 @@ NIGHTLY_PAGE, NIGHTLY_JSON, SUMMARY_FILE, JUNIT_FILE = (
 NIGHTLY_SCHEMA_VERSION = 1
 MAX_TRENDS, MAX_NIGHTS = 24, 40
 MAX_TOLD = 3
-"""What fails, up to so many, stands in the headline."""
+"""What fails, up to so many, stands in the headline; so many changes stand beside what still fails."""
+MAX_VALUES = 50
+"""Characters of two values that still fit into a line."""
 
 _NOT_TEXT = re.compile(r"[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 _BADGE = {
@@ -45,6 +47,15 @@ _BADGE = {
     FIXED: ("pass", "Fixed"),
     NOTICE: ("inconclusive", "Notice"),
 }
+
+
+_QUIET = {
+    Gate.PASS: "Nothing fails",
+    Gate.INCONCLUSIVE: "Nothing new fails, but not every recipe is settled",
+    Gate.INVALID: "No recipe was compared with BF16 tonight, so the night says nothing about FP8",
+    Gate.FAIL: "A recipe fails against BF16",
+}
+"""The headline of a night without a failing finding, by gate."""
 
 
 @dataclass(frozen=True)
@@ -91,18 +102,14 @@ def _headline(found: Assessment) -> str:
     counts = Counter(item.state for item in found.findings)
     if found.night.status != "judged":
         return f"The night gave no verdict: {found.night.reason}"
-    parts = [
-        f"{counts[state]} {word}"
-        for state, word in ((NEW, "new"), (STILL, "still failing"), (FIXED, "fixed"))
-        if counts[state]
-    ]
+    words = (
+        (NEW, fmt.plural(counts[NEW], "new failure")),
+        (STILL, f"{counts[STILL]} still failing"),
+        (FIXED, f"{counts[FIXED]} fixed"),
+    )
+    parts = [word for state, word in words if counts[state]]
     if not counts[NEW] and not counts[STILL]:
-        start = (
-            "Nothing fails"
-            if found.gate is Gate.PASS
-            else "Nothing new fails, but not every recipe is settled"
-        )
-        return start + (f"; {counts[FIXED]} fixed" if counts[FIXED] else "")
+        return _QUIET[found.gate] + (f"; {counts[FIXED]} fixed" if counts[FIXED] else "")
     failing = [item.text for item in found.findings if item.failing]
     rest = len(failing) - MAX_TOLD
     return f"{', '.join(parts)}: {'; '.join(failing[:MAX_TOLD])}" + (f"; and {rest} more" if rest > 0 else "")
@@ -159,11 +166,20 @@ def _proof_text(proof: Check | None, *, nothing_compared: bool) -> str:
 
 
 def _changes_table(found: Assessment) -> Table | None:
-    if found.last_good is None or not found.changes:
+    if found.compared_with is None or not found.changes:
         return None
-    before = found.last_good.night
+    before = found.compared_with.night
     rows = tuple((item.what, item.before, item.after) for item in found.changes)
-    return Table(f"What changed since the last good night, {before}", ("what", before, "tonight"), rows)
+    return Table(f"What changed since {_compared(found)}", ("what", before, "tonight"), rows)
+
+
+def _compared(found: Assessment) -> str:
+    """Name the night that the changes are since, without calling it good."""
+    name = found.compared_with.night if found.compared_with else ""
+    new, failing = (any(x.state == state for x in found.findings) for state in (NEW, STILL))
+    if new or failing:
+        return f"{name}, the last night before what {'is new' if new else 'still fails'} began"
+    return f"{name}, the night before"
 
 
 def _nights_table(history: History) -> Table:
@@ -200,7 +216,7 @@ def document(model: NightlyModel) -> dict[str, Any]:
             "headline": model.headline,
             "false_alarms_per_night": FALSE_ALARMS_PER_NIGHT,
             "findings": [asdict(item) for item in found.findings],
-            "last_good": found.last_good.night if found.last_good else None,
+            "compared_with": found.compared_with.night if found.compared_with else None,
             "changes": [asdict(item) for item in found.changes],
             "record": found.night.to_json(),
             "learning": found.learning,
@@ -246,7 +262,16 @@ def _when(item: Finding) -> str:
     if item.state == FIXED:
         return f"began {item.since}"
     good = f", last good {item.last_good}" if item.last_good else ""
-    return f"since {item.since}{good}"
+    changed = [_short(change) for change in item.changed]
+    rest = len(changed) - MAX_TOLD
+    with_it = f"; changed with it: {', '.join(changed[:MAX_TOLD])}" if changed else ""
+    return f"since {item.since}{good}{with_it}" + (f" and {rest} more" if rest > 0 else "")
+
+
+def _short(change: Change) -> str:
+    """Say a change in a line; a digest is told by its name alone."""
+    values = f"{change.before} \N{RIGHTWARDS ARROW} {change.after}"
+    return change.what if len(values) > MAX_VALUES else f"{change.what} {values}"
 
 
 def junit(model: NightlyModel) -> str:
@@ -301,19 +326,16 @@ def page(model: NightlyModel) -> str:
     pictures = [
         (Series(name).title, Markup(trend(found.tracked, name, f"t{i}"))) for i, name in enumerate(names)
     ]
-    environment = Environment(
-        loader=PackageLoader("fp8parity_analysis"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.tests["note"] = is_note  # of the macros that both pages share
-    text = environment.get_template("nightly.html.j2").render(
-        model=model,
-        findings=[(*_BADGE[item.state], item.text, _when(item)) for item in found.findings],
-        trends=pictures,
-        left_out=len(found.tracked.names) - len(names),
+    text = (
+        page_environment()
+        .get_template("nightly.html.j2")
+        .render(
+            model=model,
+            findings=[(*_BADGE[item.state], item.text, _when(item)) for item in found.findings],
+            trends=pictures,
+            compared=_compared(found),
+            left_out=len(found.tracked.names) - len(names),
+        )
     )
     return _NOT_TEXT.sub("\N{REPLACEMENT CHARACTER}", text) + "\n"
 

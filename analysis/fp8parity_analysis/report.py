@@ -183,7 +183,8 @@ def to_json(model: ReportModel) -> str:
 
 
 @lru_cache(maxsize=1)
-def _environment() -> Environment:
+def page_environment() -> Environment:
+    """Return the environment of this page's template and the nightly's: escaping, numbers tied to their unit."""
     environment = Environment(
         loader=PackageLoader("fp8parity_analysis"),
         autoescape=True,
@@ -207,7 +208,7 @@ def render(
     model: ReportModel, pictures: Pictures, tensor_figures: Mapping[str, TensorFigures] | None = None
 ) -> str:
     """Return the HTML page; every text of the model is escaped, the pictures are trusted SVG."""
-    template = _environment().get_template("report.html.j2")
+    template = page_environment().get_template("report.html.j2")
     page = template.render(
         model=model,
         reproduce=escape(model.reproduce),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import platform
 import re
 import subprocess
 import urllib.error
@@ -142,11 +143,17 @@ def observe(name: str, study_dir: Path, facts: Mapping[str, str]) -> hist.Night:
         time=_now(),
         directory=str(study_dir),
         margin=judgement.criteria.margin,
-        facts={**facts, **(environment_facts(ran[0]) if ran else {}), **digests},
+        facts={
+            **facts,
+            **(environment_facts(ran[0]) if ran else {}),
+            **nightly_observe.facts_of(records),
+            **digests,
+        },
         cells=nightly_observe.cells_of(judgement),
         series=nightly_observe.series_of(judgement, records, _numbers(study_dir / TENSOR_FILE)),
         checks=nightly_observe.checks_of(judgement, records, _optional(study_dir / SELFTEST_FILE)),
         crashed=nightly_observe.crashed_of(records, _reasons(study_dir)),
+        finished=nightly_observe.finished_of(records),
     )
 
 
@@ -188,6 +195,8 @@ def environment_facts(fingerprint: Mapping[str, Any]) -> dict[str, str]:
 def static_facts(plan: Matrix, *, here: bool) -> dict[str, str]:
     """Return what identifies the program and, when the runs are made `here`, this machine before anything ran."""
     facts = environment_facts(environment.package_versions()) if here else {}
+    if here:
+        facts["Python"] = platform.python_version()
     facts["recipe sha256"] = hashlib.sha256(plan.recipe_path.read_bytes()).hexdigest()
     facts["criteria digest"] = study.criteria_of(plan).digest()
     try:

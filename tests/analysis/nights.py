@@ -7,11 +7,12 @@ by 1 % (sd) from night to night, a layer's SQNR by 0.05 dB.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from fp8parity_analysis.history import Cell, Check, Night, Observation
+from fp8parity_analysis.history_prior import pooled
 from fp8parity_analysis.history_series import Series, levels
 from fp8parity_analysis.history_steps import Replay, replay
 
@@ -38,6 +39,7 @@ class Simulated:
     names: tuple[str, ...]
     values: np.ndarray
     predicted: np.ndarray
+    df: int
 
     def column(self, name: str) -> int:
         return self.names.index(name)
@@ -47,7 +49,19 @@ class Simulated:
         values = self.values.copy()
         j = self.column(name)
         values[:, from_night - 1 :, j] = values[:, from_night - 1 :, j] * times + by
-        return Simulated(self.names, values, self.predicted)
+        return replace(self, values=values)
+
+    def repeated(self, redraws: tuple[int, ...]) -> Simulated:
+        """Return a device that repeats itself: the noise is drawn anew on nights `redraws` (from 1) only.
+
+        Throughput is measured anew every night all the same.
+        """
+        drawn = np.array(
+            [max(r for r in (1, *redraws) if r <= t + 1) - 1 for t in range(self.values.shape[1])]
+        )
+        held = np.array([not name.startswith("speed") for name in self.names])
+        values = np.where(held, self.values[:, drawn], self.values)
+        return replace(self, values=values, predicted=self.predicted[:, drawn])
 
 
 def simulate(rng: np.random.Generator, replicates: int, world: World = World()) -> Simulated:
@@ -77,6 +91,7 @@ def simulate(rng: np.random.Generator, replicates: int, world: World = World()) 
         names,
         np.stack([found[name] for name in names], -1),
         np.stack([predicted.get(name, nothing) for name in names], -1),
+        world.seeds * (world.controls - 1),
     )
 
 
@@ -98,7 +113,18 @@ def replayed(simulated: Simulated, *, floors: bool = True) -> Replay:
     alpha = np.tile([level[name] for name in simulated.names], (simulated.values.shape[1], 1))
     direction = np.array([float(item.direction) for item in series])
     floor = np.array([item.floor if floors else 0.0 for item in series])
-    return replay(scaled(simulated), alpha, direction, floor, predicted=simulated.predicted)
+    share = np.array([item.relative_floor if floors else 0.0 for item in series])
+    priors = [pooled(sd, np.full(sd.shape, float(simulated.df))) for sd in simulated.predicted]
+    return replay(
+        scaled(simulated),
+        alpha,
+        direction,
+        floor,
+        relative_floor=share,
+        predicted=np.stack([sd for sd, _ in priors]),
+        df=np.stack([df for _, df in priors]),
+        variance=np.array([item.kind.scale == "variance" for item in series]),
+    )
 
 
 FACTS = {
@@ -124,7 +150,9 @@ def records(simulated: Simulated, history: int = 0) -> list[Night]:
         for j, name in enumerate(simulated.names):
             se = simulated.predicted[history, t, j]
             series[name] = Observation(
-                float(simulated.values[history, t, j]), float(se) if np.isfinite(se) else None
+                float(simulated.values[history, t, j]),
+                float(se) if np.isfinite(se) else None,
+                simulated.df if name.startswith(("gap/", "noise/", "loss/")) else None,
             )
         cells = tuple(
             Cell(r, "EQUIVALENT", "pass", series[f"gap/{r}"].value, (-0.002, 0.002), 3) for r in RECIPES

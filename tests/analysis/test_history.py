@@ -12,6 +12,7 @@ import pytest
 
 from fp8parity_analysis import history as subject
 from fp8parity_analysis.errors import BadInputError
+from fp8parity_analysis.history_findings import assess
 
 
 def one_night() -> subject.Night:
@@ -19,7 +20,7 @@ def one_night() -> subject.Night:
 
 
 def test_a_night_reads_back_as_it_was_written(tmp_path: Path) -> None:
-    night = replace(one_night(), crashed={"a": "why"}, told={"gate": "pass"})
+    night = replace(one_night(), crashed={"a": "why"}, finished=("b",), told={"gate": "pass"})
     subject.append_night(tmp_path, night)
     subject.append_night(tmp_path, replace(night, night="2025-01-02"))
     assert subject.read_history(tmp_path).nights == (night, replace(night, night="2025-01-02"))
@@ -57,6 +58,18 @@ def test_nights_of_one_day_get_names_of_their_own_and_a_killed_one_is_found(tmp_
     subject.append_night(tmp_path, replace(one_night(), night=second))
     (killed,) = subject.killed_nights(tmp_path, subject.read_history(tmp_path))
     assert (killed.night, killed.status) == (first, subject.KILLED)
+
+
+def test_nights_of_earlier_versions_are_read(tmp_path: Path) -> None:
+    document = one_night().to_json()
+    del document["finished"]
+    for item in document["series"].values():
+        del item["df"]
+    (tmp_path / subject.HISTORY_FILE).write_text(json.dumps(document) + "\n")
+    (night,) = subject.read_history(tmp_path).nights
+    assert night.finished is None
+    assert {item.df for item in night.series.values()} == {None}
+    assert assess(subject.History((night,) * 7)).exit_code == 0
 
 
 def test_no_file_is_an_empty_history(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import xml.etree.ElementTree as ET
@@ -14,7 +15,7 @@ import nights as sim
 import numpy as np
 import pytest
 
-from fp8parity_analysis import nightly_report
+from fp8parity_analysis import nightly_report, nightly_trend
 from fp8parity_analysis.history import KILLED, Check, History, Night
 from fp8parity_analysis.history_findings import Assessment, assess
 from fp8parity_analysis.schema import Gate
@@ -137,6 +138,80 @@ def test_a_killed_night_has_no_verdict_and_does_no_harm_to_the_next() -> None:
     assert finding.text == "there is a verdict again, after 1 night without one (2025-01-21: killed)"
 
 
+def test_a_verdict_that_is_only_undecided_does_not_end_a_failure() -> None:
+    nights = sim.records(base())[:20]
+
+    def verdict(night: Night, outcome: str, gate: str) -> Night:
+        return replace(night, cells=(replace(night.cells[0], outcome=outcome, gate=gate), *night.cells[1:]))
+
+    nights[17] = verdict(nights[17], "WORSE", "fail")
+    nights[18] = verdict(nights[18], "INCONCLUSIVE", "inconclusive")
+    found = assess(History(tuple(nights[:19])))
+    (finding,) = found.findings
+    assert (finding.state, finding.since, finding.last_good) == ("notice", "2025-01-18", "2025-01-17")
+    assert "no longer shown, nor is it shown to be right" in finding.text
+    assert found.exit_code == 11
+    (finding,) = assess(History(tuple(nights))).findings
+    assert (finding.state, finding.since) == ("fixed", "2025-01-18")
+    (finding,) = assess(History((*nights[:19], verdict(nights[19], "WORSE", "fail")))).findings
+    assert (finding.state, finding.since, finding.last_good) == ("still failing", "2025-01-18", "2025-01-17")
+
+
+def test_a_crashed_run_that_no_longer_exists_is_not_fixed() -> None:
+    nights = sim.records(base())[:20]
+    run = "25m/rowwise seed 2"
+    nights[18] = replace(nights[18], crashed={run: "exit code 139"}, finished=("25m/rowwise seed 1",))
+    nights[19] = replace(nights[19], finished=("25m/rowwise seed 1",))
+    (finding,) = assess(History(tuple(nights))).findings
+    assert (finding.state, finding.text) == ("notice", f"{run} crashed last night and has no run tonight")
+    nights[19] = replace(nights[19], facts={**nights[19].facts, "recipe sha256": "b"})
+    (finding,) = assess(History(tuple(nights))).findings
+    assert finding.text == f"{run} crashed last night and is no longer in the recipe file"
+    nights[19] = replace(nights[19], finished=(run,))
+    assert [item.state for item in assess(History(tuple(nights))).findings] == ["fixed"]
+
+
+def test_changes_are_dated_from_a_night_that_is_not_called_good_and_an_older_fault_keeps_its_own() -> None:
+    nights = sim.records(base().shifted("speedup/rowwise", 17, 0.0, times=0.9))[:20]
+    for t in range(16, 20):
+        nights[t] = replace(nights[t], facts={**nights[t].facts, "torch": "2.13.1"})
+    tonight = replace(
+        nights[19],
+        crashed={"25m/rowwise seed 2": "exit code 139"},
+        facts={**nights[19].facts, "torchao": "0.19.0"},
+    )
+    model = nightly_report.build(History((*nights[:19], tonight)), "nightly")
+    assert model.changes is not None
+    assert model.changes.caption == "What changed since 2025-01-19, the last night before what is new began"
+    assert [row[0] for row in model.changes.rows] == ["torchao"]
+    summary = nightly_report.summary(model).replace("\\", "")
+    assert "since 2025-01-17, last good 2025-01-16; changed with it: torch 2.13.0 → 2.13.1" in summary
+    assert nightly_report.document(model)["compared_with"] == "2025-01-19"
+
+
+def test_a_night_without_cells_does_not_say_that_nothing_fails() -> None:
+    nights = sim.records(base())[:1]
+    model = nightly_report.build(History((replace(nights[0], cells=()),)), "nightly")
+    assert model.assessment.exit_code == 12
+    assert model.headline.startswith("No recipe was compared with BF16 tonight")
+
+
+def test_the_page_ties_numbers_to_their_unit() -> None:
+    nights = sim.records(base().shifted("speedup/rowwise", 20, 0.0, times=0.9))[:20]
+    page = nightly_report.page(nightly_report.build(History(tuple(nights)), "nightly"))
+    heading = re.search(r"<h1>(.*?)</h1>", page)
+    assert heading is not None
+    assert "\N{NO-BREAK SPACE}%" in heading[1]
+    assert " %" not in heading[1]
+
+
+def test_nights_are_placed_by_date() -> None:
+    names = ["2025-01-30", "2025-02-02", "2025-02-02.2", "2025-02-03"]
+    at = nightly_trend.places(names)
+    assert [b - a for a, b in itertools.pairwise(at)] == [3.0, 0.5, 0.5]
+    assert nightly_trend.places(["d0", "d1"]) == [0.0, 1.0]
+
+
 def test_an_accepted_level_is_the_new_normal() -> None:
     slow = base().shifted("speedup/rowwise", 15, 0.0, times=0.9)
     nights = tuple(sim.records(slow)[:25])
@@ -180,7 +255,7 @@ def test_the_headline_names_all_that_is_new_and_an_invalid_cell_shows_no_number(
     cells = (replace(broken, outcome="INVALID", gate="invalid", reasons=("seed 1 has no run",)), sound)
     nights[-1] = replace(nights[-1], cells=cells, crashed={f"{broken.recipe}-s1": "killed"})
     model = nightly_report.build(History(tuple(nights)), "nightly")
-    told = f"2 new: {broken.recipe}-s1 crashed: killed; {broken.recipe}: INVALID: seed 1 has no run"
+    told = f"2 new failures: {broken.recipe}-s1 crashed: killed; {broken.recipe}: INVALID: seed 1 has no run"
     assert model.headline == told
     assert model.cells is not None
     assert model.cells.rows[0][3:] == ("–", "–", "–")

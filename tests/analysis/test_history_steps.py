@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from fp8parity_analysis.history_prior import pooled
 from fp8parity_analysis.history_series import FALSE_ALARMS_PER_NIGHT, Series, levels
 from fp8parity_analysis.history_steps import ADOPT_AFTER, WINDOWS, State, replay
 
@@ -63,6 +64,48 @@ def test_nights_that_repeat_themselves_alarm_for_any_step_unless_the_nulls_expla
     assert states([*same, 0.13], floor=0.05)[-1] == State.GOOD
 
 
+def test_a_repeated_night_is_no_new_evidence_and_the_nulls_degrees_of_freedom_count() -> None:
+    same = [0.123456789] * 9
+    options = {"predicted": np.full((1, 13, 1), 0.01), "df": np.full((1, 13, 1), 3.0)}
+    found = replay(
+        np.array([*same, 0.15, 0.15, 0.15, 0.15])[None, :, None],
+        np.full((13, 1), 0.01),
+        np.ones(1),
+        np.zeros(1),
+        **options,
+    )
+    # one draw against one draw, however often each was repeated; one window holds five nights before it
+    expected = 2 * stats.t.sf((0.15 - same[0]) / (0.01 * np.sqrt(2)), 3)
+    assert found.p[0, 9:, 0] == pytest.approx([expected] * 4, rel=1e-9)
+    assert set(found.state[0, 5:, 0]) == {State.GOOD}
+
+
+def test_a_sample_sd_is_held_against_one_before_it_by_f() -> None:
+    plain = np.array([1.0] * 6 + [40.0])
+    options = {"df": np.full((1, 7, 1), 3.0), "variance": np.ones(1, dtype=bool)}
+    values = (plain ** (2 / 3))[None, :, None]
+    found = replay(values, np.full((7, 1), 0.01), np.ones(1), np.zeros(1), **options)
+    assert found.p[0, -1, 0] == pytest.approx(2 * stats.f.sf(1600.0, 3, 3), rel=1e-6)
+    assert found.state[0, -1, 0] == State.NEW
+
+
+def test_predictions_are_pooled_over_draws_and_a_night_without_a_size_takes_the_next_ones() -> None:
+    sd = np.array([[np.nan], [3.0], [3.0], [4.0]])
+    df = np.array([[np.nan], [np.nan], [2.0], [2.0]])
+    got_sd, got_df = pooled(sd, df)
+    assert got_sd[1:, 0] == pytest.approx([3.0, 3.0, np.sqrt((2 * 9 + 2 * 16) / 4)])
+    assert got_df[:, 0].tolist() == [2.0, 2.0, 2.0, 4.0]
+
+
+def test_a_step_below_a_share_of_the_baseline_is_not_told() -> None:
+    shares = {"relative_floor": np.array([0.1])}
+    assert states([2.0] * 9 + [2.0 + 1e-7], **shares)[-1] == State.GOOD
+    assert states([2.0] * 9 + [2.3], **shares)[-1] == State.NEW
+    assert Series("tensor/r/w/amax").relative_floor == 0.1
+    assert Series("tensor/r/w/sqnr_db_min").relative_floor == 0.0
+    assert Series("noise/g").relative_floor == pytest.approx(1.1 ** (2 / 3) - 1)
+
+
 def test_missing_nights_are_skipped_and_an_accepted_level_starts_anew() -> None:
     found = states([*NOISE, np.nan, 3.0])
     assert found[-2:] == [State.MISSING, State.NEW]
@@ -107,6 +150,35 @@ def test_false_alarms_come_at_the_stated_rate(thousand: sim.Simulated) -> None:
     se = per_history.std(ddof=1) / np.sqrt(1000)
     assert per_history.mean() <= FALSE_ALARMS_PER_NIGHT + 3.29 * se
     assert per_history.mean() >= 0.6 * FALSE_ALARMS_PER_NIGHT
+
+
+@pytest.mark.parametrize("redraws", [(9,), (8, 10, 12)])
+def test_new_noise_on_a_device_that_repeats_itself_alarms_at_no_more_than_the_stated_rate(
+    redraws: tuple[int, ...],
+) -> None:
+    simulated = sim.simulate(np.random.default_rng(23), 400, sim.World(nights=14)).repeated(redraws)
+    quiet = [j for j, name in enumerate(simulated.names) if not name.startswith("speed")]
+    alarm = np.isin(sim.replayed(simulated).state[..., quiet], ALARMS).any(-1)
+    high = stats.binom.ppf(0.9995, 400, FALSE_ALARMS_PER_NIGHT)
+    for redraw in redraws:  # up to the next redraw: a repeated night must not add to the evidence
+        until = min((r - 1 for r in redraws if r > redraw), default=14)
+        assert alarm[:, redraw - 1 : until].any(1).sum() <= high
+
+
+@pytest.mark.parametrize(
+    ("name", "by", "times", "least"),
+    [
+        ("gap/rowwise", 0.01, 1.0, 0.95),
+        ("noise/25m", 0.0, 20.0, 0.90),
+        ("tensor/rowwise/blocks.1.mlp.down/weight/sqnr_db", -3.0, 1.0, 0.99),
+    ],
+)
+def test_a_fault_on_a_device_that_repeats_itself_is_found(
+    name: str, by: float, times: float, least: float
+) -> None:
+    simulated = sim.simulate(np.random.default_rng(24), 200, sim.World(seeds=5, nights=10)).repeated((10,))
+    told = sim.replayed(simulated.shifted(name, 10, by, times=times))
+    assert (told.state[:, 9, simulated.column(name)] == State.NEW).mean() >= least
 
 
 @pytest.mark.parametrize(

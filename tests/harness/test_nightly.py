@@ -76,7 +76,25 @@ def test_a_first_night_leaves_a_record_and_every_file(finished: tuple[Path, Path
     kinds = {name.partition("/")[0] for name in night.series}
     assert kinds == {"gap", "loss", "noise", "speed", "speedup"}
     assert night.checks["execution/rowwise"].ok
-    assert {"torch", "torchao", "lightning", "recipe sha256", "criteria digest", "GPU"} <= set(night.facts)
+    wanted = {
+        "torch",
+        "torchao",
+        "lightning",
+        "Python",
+        "data sha256",
+        "recipe sha256",
+        "criteria digest",
+        "GPU",
+    }
+    assert wanted <= set(night.facts)
+    assert len(night.facts["data sha256"]) == 64
+    assert night.finished is not None
+    assert any(name.endswith("/rowwise seed 0") for name in night.finished)
+    assert (
+        night.series["gap/rowwise"].df
+        == night.series[next(x for x in night.series if x[:5] == "noise")].df
+        > 0
+    )
     for name in ("nightly.html", "nightly.json", "summary.md", "junit.xml"):
         assert (history / name).stat().st_size > 200, name
     assert (history / NIGHTS_DIR / night.night / schema.REPORT_FILE).exists()
