@@ -46,7 +46,8 @@ class RunCurve:
     `evals` maps (split, eval_precision) to a series; `status` is None while the run is unfinished; `identity`
     holds the dotted settings that a pair must share; `digests` the batch digest by step; `problems` say why
     the run cannot be judged. `rows_to` is the last step of a row that the run wrote without a loss,
-    `cells_to` that of any row of its source with an empty place for one, 0 without such rows.
+    `cells_to` that of any row of its source with an empty place for one, 0 without such rows. `probed` is the
+    manifest's, None where something else says what ran.
     """
 
     group: str
@@ -67,6 +68,7 @@ class RunCurve:
     problems: tuple[str, ...] = ()
     rows_to: int = 0
     cells_to: int = 0
+    probed: Mapping[str, Any] | None = None
 
     @cached_property
     def last_step(self) -> int:
@@ -186,6 +188,7 @@ def run_of_record(record: RunRecord) -> RunCurve:
             f"{record.run_id}: {text}"
             for text in [*eval_problems, *train_problems, *_manifest_problems(record)]
         ),
+        probed=(manifest or {}).get("probed"),
     )
 
 

@@ -23,6 +23,7 @@ from fp8parity_analysis.grid import (
     replicas_of,
     usable_controls,
 )
+from fp8parity_analysis.probed import probed_remarks
 from fp8parity_analysis.suspicion import (
     blow_ups,
     broken_replicas,
@@ -75,7 +76,12 @@ class Pairs:
 def build_pairs(arm: Arm, criteria: Criteria) -> Pairs:
     """Join an arm with its control; never raises on what the curves hold, it says so in `invalid`."""
     seeds = tuple(seed for seed in arm.test if seed in arm.control)
-    warnings = [*fork_remarks(arm, seeds), *start_remarks(arm, seeds), *left_out(arm)]
+    warnings = [
+        *fork_remarks(arm, seeds),
+        *start_remarks(arm, seeds),
+        *left_out(arm),
+        *probed_remarks(arm, seeds),
+    ]
     if not seeds:
         return _nothing(arm, ("no seed has both a control run and a run of this arm",), warnings)
     invalid = [

@@ -107,12 +107,14 @@ MANIFEST_KEYS = (
 in training and evaluation, differences from the declaration); `effective` records what was in force
 (backend, compute dtype, compile mode); `environment` is the fingerprint of what can change numerics."""
 
-MANIFEST_OPTIONAL_KEYS = ("alerts", "phases", "seconds_by_stage")
+MANIFEST_OPTIONAL_KEYS = ("alerts", "phases", "seconds_by_stage", "probed")
 """Keys that a manifest may hold: `seconds_by_stage` says where the time of the process that ended the run went (import,
 build, prove, standby, train without evaluation, evaluate).
 `alerts` lists what was noticed in the tensor statistics (`tensor_schema.ALERT_KEYS`);
 absent where none were taken. `phases` lists first and last step, recipe and proof of execution of each phase of a run
-that changed its precision; `conversion` and `execution` are then those of the first."""
+that changed its precision; `conversion` and `execution` are then those of the first. `probed` says what the probes of a
+loop that is not ours saw: how many there were, of how many linears, which of them cast to FP8 by recipe, which did
+not."""
 
 
 class Status(StrEnum):

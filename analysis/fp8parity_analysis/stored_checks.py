@@ -61,6 +61,7 @@ _OPTIONAL: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "execution": ("an object", _is_mapping),
     "effective": ("an object", _is_mapping),
     "model": ("an object", _is_mapping),
+    "probed": ("an object", _is_mapping),
 }
 _SPEC_KEYS = ("run_id", "group", "arm", "role", "seed", "replica", "spec")
 _STUDY_KEYS = ("name", "recipe_file", "criteria", "criteria_at_launch")

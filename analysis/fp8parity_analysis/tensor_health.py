@@ -14,6 +14,7 @@ import numpy as np
 from fp8parity_analysis import report_format as fmt
 from fp8parity_analysis.divergence import hinge_onset
 from fp8parity_analysis.gap import tail_count
+from fp8parity_analysis.tensor_absolute import is_current_scaled
 from fp8parity_analysis.tensor_arm import ArmTensors, RunDirs, read_arm, remembering
 from fp8parity_analysis.tensor_candidates import Candidate, candidates_of
 from fp8parity_analysis.tensor_moves import RuleScore, warnings_of
@@ -108,7 +109,8 @@ def examine(judgement: Judgement, runs: StudyRuns, *, method: Method = "bh") -> 
         losses = loss_onsets(evidence.get(verdict.recipe), judgement.criteria.margin)
         if verdict.diverged_seeds and verdict.onset_step is not None:
             losses = {**dict.fromkeys(verdict.diverged_seeds, verdict.onset_step), **losses}
-        found.append(arm_health(verdict.recipe, arm, _span(runs.tests_of(verdict.recipe)), losses, method))
+        tests = runs.tests_of(verdict.recipe)
+        found.append(arm_health(verdict.recipe, arm, _span(tests), losses, method, declared=_declared(tests)))
     return TensorHealth(tuple(found), tuple(absent))
 
 
@@ -119,6 +121,12 @@ def _dirs(runs: StudyRuns, recipe: str) -> RunDirs:
         return {seed: [runs.records[run.label].path for run in members] for seed, members in group.items()}
 
     return RunDirs(paths(arm.test), paths(arm.control), paths(arm.extra))
+
+
+def _declared(records: Sequence[RunRecord]) -> str:
+    """Return the precision recipe that an arm's runs declare, empty where they declare none."""
+    precision = records[0].spec.get("spec", {}).get("precision") if records else None
+    return str(precision.get("recipe", "")) if isinstance(precision, dict) else ""
 
 
 def _span(records: Sequence[RunRecord]) -> tuple[int, int]:
@@ -158,15 +166,27 @@ def loss_onsets(evidence: Evidence | None, margin: float) -> dict[int, int]:
 
 
 def arm_health(
-    recipe: str, arm: ArmTensors, span: tuple[int, int], losses: dict[int, int], method: Method = "bh"
+    recipe: str,
+    arm: ArmTensors,
+    span: tuple[int, int],
+    losses: dict[int, int],
+    method: Method = "bh",
+    *,
+    declared: str = "",
 ) -> ArmHealth:
-    """Return the health of one arm; `span` is (warm-up, horizon) in steps, `losses` the loss's onset by seed."""
+    """Return the health of one arm; `span` is (warm-up, horizon) in steps, `losses` the loss's onset by seed.
+
+    `declared` is the precision recipe that the arm's casts are held to, where it is a known one.
+    """
     paired = any(seed.control for seed in arm.seeds)
     families = families_of(arm, method) if paired else []
     descriptive = not any((family.screen.df >= MIN_DF).any() for family in families)
     horizon = span[1] or (int(arm.steps[-1]) if len(arm.steps) else 0)
     scores, moves = warnings_of(arm, warmup=span[0], horizon=horizon, loss_onsets=losses)
-    absolute, notes = absolute_reasons(arm, losses)
+    declared = declared if is_current_scaled(declared) else arm.recipe
+    absolute, notes = absolute_reasons(arm, losses, declared)
+    if declared != arm.recipe:
+        notes = [f"declared as {declared}, the casts are those of {arm.recipe}", *notes]
     signals = paired_signals(arm)
     reasons = [*absolute, *tested_reasons(arm, families, losses, "tested"), *moved_reasons(moves, losses)]
     for item, tested in zip(signals, signal_families(signals, method), strict=True):

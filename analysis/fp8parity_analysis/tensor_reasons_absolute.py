@@ -27,13 +27,15 @@ _WIDESPREAD = 0.5
 _MIN_PEERS = 3
 
 
-def absolute_reasons(arm: ArmTensors, loss_onsets: dict[int, int]) -> tuple[Reasons, list[str]]:
-    """Return the absolute findings of an arm, and a note for each that is usual for its kind of tensor."""
+def absolute_reasons(
+    arm: ArmTensors, loss_onsets: dict[int, int], declared: str
+) -> tuple[Reasons, list[str]]:
+    """Return the absolute findings of an arm by the recipe it declares, and a note for each that is usual."""
     hits: dict[tuple[str, Tensor], dict[int, Hit]] = {}
     also: dict[tuple[str, Tensor], set[int]] = {}
     for seed in arm.seeds:
         for panel in seed.test[:1]:
-            for hit in tensor_absolute.hits_of(panel, arm.recipe):
+            for hit in tensor_absolute.hits_of(panel, declared):
                 hits.setdefault((hit.rule.name, hit.tensor), {})[seed.seed] = hit
         for panel in seed.control:
             for hit in tensor_absolute.hits_of(panel, arm.recipe):

@@ -49,7 +49,7 @@ class ProbeResult:
     tokens: int
     casts: list[dict[str, Any]]
     signals: list[dict[str, Any]]
-    linears: tuple[str, ...] = ()
+    linears: tuple[str, ...]
 
 
 @contextmanager

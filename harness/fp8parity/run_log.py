@@ -2,12 +2,13 @@
 
     log = start_run(Path("out/study"), arm="rowwise", seed=0, settings={"lr": 1e-3, "model": "llama 1b"})
     log.step(step, tokens, loss)                                          # every optimizer step
-    log.evaluate(step, held_out_loss)                                     # now and then
+    log.evaluate(step, held_out_loss, eval_precision="arm")               # now and then
     log.probe(probe.run(step, tokens, micro_batches, loss_of))            # optional: `probe.GemmProbe`
     log.finish(tokens)                                                    # at the end, also when the loss blew up
 
 What our own runner checks by itself is the loop's to state here: that both arms begin with the same weights
 (`init_digest`), read the same batches (`batch_digest`) and share their settings. What is not stated is not compared.
+That FP8 ran is known by probes alone; a verdict without any says so.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from fp8parity import environment
-from fp8parity.errors import UsageError
+from fp8parity.errors import ExecutionMismatchError, UsageError
+from fp8parity.probed_casts import ProbedCasts
 from fp8parity.study import launch_digest
 from fp8parity.tensor_alerts import AlertWatch
 from fp8parity_analysis import schema
@@ -31,6 +33,8 @@ from fp8parity_analysis.schema import Role, Status
 from fp8parity_analysis.store import RunWriter
 
 GROUP = "loop"
+_OWN_KEYS = ("precision", "seed", "replica")
+"""Settings of a run's spec that `start_run` writes itself."""
 _MAX_NAME = 200
 """Bytes of a recipe's name: with the seed and the replica it fits the 255 of a folder's name."""
 
@@ -44,46 +48,95 @@ class Probed(Protocol):
     def casts(self) -> list[dict[str, Any]]: ...  # noqa: D102
     @property
     def signals(self) -> list[dict[str, Any]]: ...  # noqa: D102
+    @property
+    def linears(self) -> tuple[str, ...]: ...  # noqa: D102
 
 
 @dataclass
 class RunLog:
-    """One open run; made by `start_run`."""
+    """One open run; made by `start_run`. Every method raises `UsageError` once the run is finished."""
 
     writer: RunWriter
     run_id: str
     spec_hash: str
     facts: Mapping[str, Any]
+    probed: ProbedCasts
     started: datetime = field(default_factory=lambda: datetime.now(UTC))
     steps: int = 0
     watch: AlertWatch | None = None
+    finished: bool = False
+    _evaluated: dict[str, int] = field(default_factory=dict)
 
     def step(
         self, step: int, tokens: int, loss: float, *, grad_norm: float | None = None, lr: float | None = None,
         step_time: float | None = None, batch_digest: str | None = None,
     ) -> None:  # fmt: skip
-        """Record an optimizer step, counted from 1; `tokens` is cumulative, `loss` in nats per token."""
-        self.steps = step
+        """Record an optimizer step, counted from 1; `tokens` is cumulative, `loss` in nats per token.
+
+        A tensor of one number does for a number, at the price of waiting for its device. Raises `UsageError` for a step
+        that does not follow the last one.
+        """
+        self._require_open()
+        if step <= self.steps:
+            after = f"comes after step {self.steps}" if self.steps else "is none"
+            raise UsageError(
+                f"RunLog.step: step {step} {after}; record each optimizer step once, counted from 1"
+            )
         row = {
-            "step": step, "tokens": tokens, "train_loss": loss, "grad_norm": grad_norm, "lr": lr,
-            "step_time": step_time, "batch_digest": batch_digest,
+            "step": int(step), "tokens": int(tokens), "train_loss": float(loss), "grad_norm": _number(grad_norm),
+            "lr": _number(lr), "step_time": _number(step_time), "batch_digest": batch_digest,
         }  # fmt: skip
         self.writer.append_curve([row])
+        self.steps = int(step)
 
-    def evaluate(self, step: int, loss: float, *, eval_precision: str = schema.EVAL_BF16) -> None:
-        """Record a held-out loss in nats per token, of a `bf16` forward or of the `arm`'s own."""
-        row = {"step": step, "split": schema.HELD_OUT, "eval_precision": eval_precision, "loss": loss}
+    def evaluate(self, step: int, loss: float, *, eval_precision: str) -> None:
+        """Record a held-out loss in nats per token after `step` optimizer steps.
+
+        `eval_precision` says of what forward pass: `bf16`, or `arm`, the arm's own, which a converted model in its
+        training loop does. The criteria's `eval_precision` names the one that decides.
+        """
+        self._require_open()
+        if eval_precision not in (schema.EVAL_BF16, schema.EVAL_ARM):
+            raise UsageError(
+                f"RunLog.evaluate: eval_precision={eval_precision!r}; write {schema.EVAL_BF16!r} or "
+                f"{schema.EVAL_ARM!r} (the arm's own forward pass)"
+            )
+        last = self._evaluated.get(eval_precision, -1)
+        if step <= last:
+            raise UsageError(
+                f"RunLog.evaluate: step {step} {f'comes after step {last}' if last >= 0 else 'is none'}; record one "
+                "held-out loss of a precision at each step, in order"
+            )
+        row = {
+            "step": int(step), "split": schema.HELD_OUT, "eval_precision": eval_precision, "loss": float(loss),
+        }  # fmt: skip
         self.writer.append_evals([row])
+        self._evaluated[eval_precision] = int(step)
 
     def probe(self, result: Probed) -> list[str]:
-        """Record a probe and return its alerts as lines for the loop's own log."""
+        """Record a probe and return its alerts as lines for the loop's own log.
+
+        Raises `ExecutionMismatchError` when the casts are not what the arm's name says: an FP8 recipe's without any FP8
+        cast, or with those of another recipe, or a control with some.
+        """
+        self._require_open()
         self.writer.append_tensor_stats(result.step, result.casts, result.signals)
+        self.probed.add(result.linears, result.casts)
+        difference = self.probed.difference()
+        if difference:
+            raise ExecutionMismatchError(difference)
         self.watch = self.watch or AlertWatch()
         return [str(alert) for alert in self.watch.look(result.casts)]
 
+    def _require_open(self) -> None:
+        if self.finished:
+            raise UsageError(f"{self.run_id}: is finished; what comes after RunLog.finish belongs to no run")
+
     def finish(self, tokens: int, *, status: Status = Status.FINISHED, notes: tuple[str, ...] = ()) -> None:
         """Close the run: from now on it counts. A run that blew up is a result: `Status.DIVERGED`."""
+        self._require_open()
         now = datetime.now(UTC)
+        difference = self.probed.difference()
         unknown = dict.fromkeys(schema.MANIFEST_KEYS)
         alerts = {} if self.watch is None else {"alerts": [alert.to_json() for alert in self.watch.alerts]}
         known = {
@@ -92,7 +145,11 @@ class RunLog:
             "spec_hash": self.spec_hash,
             "status": status.value,
             "steps_done": self.steps,
-            "tokens": tokens,
+            "tokens": int(tokens),
+            "conversion": self.probed.conversion(),
+            # probes can speak against what was declared; they do not prove every GEMM, as our own runner does
+            "execution": {"proven": False, "differences": [difference]} if difference else None,
+            "probed": self.probed.to_json(),
             "environment": environment.package_versions(),
             "started_at": self.started.isoformat(timespec="seconds"),
             "finished_at": now.isoformat(timespec="seconds"),
@@ -101,6 +158,11 @@ class RunLog:
             "notes": list(notes),
         }
         self.writer.finish({**unknown, **known, **self.facts, **alerts})
+        self.finished = True
+
+
+def _number(value: float | None) -> float | None:
+    return None if value is None else float(value)
 
 
 def start_run(
@@ -118,10 +180,15 @@ def start_run(
     `arm` is `bf16` for the control, else the recipe's name, which becomes part of a folder's. A replica above 0 of
     `bf16` is a null run. `settings` are what the two arms of a pair must share, as JSON; `init_digest` identifies the
     initial weights. The first run of a study writes its `criteria` (default: `Criteria()`); later ones keep them.
-    Raises `UsageError` for a finished run, for a name that no folder can have, and for a directory that holds a study
-    of our own runner.
+    Raises `UsageError` for a finished run, for a name that no folder can have or that only looks like the control's,
+    for settings that are said by an argument, and for a directory that holds a study of our own runner.
     """
     _check_name(arm)
+    taken = [key for key in _OWN_KEYS if key in (settings or {})]
+    if taken:
+        raise UsageError(
+            f"settings: {', '.join(taken)} would be replaced by what arm, seed and replica say; leave out or rename"
+        )
     _claim(study_dir, criteria or Criteria())
     null = arm == schema.CONTROL_ARM and replica > 0
     role = Role.NULL if null else Role.CONTROL if arm == schema.CONTROL_ARM else Role.TEST
@@ -149,7 +216,9 @@ def start_run(
     }
     writer = RunWriter(run_dir)
     write_json(run_dir / schema.SPEC_FILE, document)
-    return RunLog(writer, run_id, digest, {"init_digest": init_digest} if init_digest else {})
+    return RunLog(
+        writer, run_id, digest, {"init_digest": init_digest} if init_digest else {}, ProbedCasts(arm)
+    )
 
 
 def _check_name(arm: str) -> None:
@@ -158,6 +227,11 @@ def _check_name(arm: str) -> None:
         raise UsageError(
             f"arm={arm!r}: names a folder too, so it is not empty, holds no / and at most {_MAX_NAME} bytes; write - "
             "or _ instead of /"
+        )
+    if arm != schema.CONTROL_ARM and arm.strip().lower() in (schema.CONTROL_ARM, schema.NULL_ARM):
+        raise UsageError(
+            f"arm={arm!r}: would be judged as a recipe; the control is arm={schema.CONTROL_ARM!r}, a run of it to "
+            "measure noise has a replica above 0"
         )
 
 

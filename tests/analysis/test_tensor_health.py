@@ -256,6 +256,24 @@ def test_zero_rows_everywhere_in_both_arms_are_a_note() -> None:
     assert any("scaling groups of zeros: 4 tensors of grad_output" in note for note in health.notes)
 
 
+def test_casts_are_held_to_the_recipe_that_the_arm_declares(tmp_path: Path) -> None:
+    """Casts of tensorwise, e5m2 gradients among them, in an arm that declares another recipe."""
+    arm = arm_in_memory(TensorShape(arm="tensorwise"))
+    told = "declared as rowwise, the casts are those of tensorwise"
+    health = arm_health("rowwise-n4", arm, (20, 300), {}, declared="rowwise")
+    assert told in health.notes
+    assert {reason.name for item in health.candidates for reason in item.reasons} >= {"format"}
+    assert {item.tensor.operand for item in health.candidates} == {"grad_output"}
+    for declared in ("tensorwise", "ours", ""):
+        health = arm_health("tensorwise", arm, (20, 300), {}, declared=declared)
+        assert (health.candidates, [note for note in health.notes if "declared" in note]) == ((), [])
+    records = write_tensor_study(tmp_path, TensorShape())
+    for record in records:
+        if record.spec["role"] == "test":
+            record.spec["spec"]["precision"] = {"recipe": "rowwise"}
+    assert told in examined(records).notes
+
+
 def test_arms_without_statistics_are_named(tmp_path: Path) -> None:
     records = write_tensor_study(
         tmp_path, TensorShape(), Shape(effects={"tensorwise": 0.0, "blockwise": 0.0})
