@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from itertools import product
 from typing import Any
@@ -32,6 +32,16 @@ NONFINITE_LIMIT = 8
 def _no_trace_of(spec: RunSpec, decoder: torch.nn.Module) -> AbstractContextManager[None]:
     """Refuse passes that change anything but gradients, of a model of the user's; ours is known not to."""
     return nullcontext() if isinstance(spec.model, ModelSpec) else leaving_no_trace(decoder)
+
+
+def _threads(spec: RunSpec) -> Iterator[str]:
+    """Yield a difference when the process computes with another number of threads: a model's code may have set it."""
+    threads = torch.get_num_threads()
+    if threads != spec.train.threads:
+        yield (
+            f"train.threads: {spec.train.threads} is declared, and torch computes with {threads}; remove "
+            "torch.set_num_threads from the model's code, or declare what it sets"
+        )
 
 
 class LifeSigns(L.Callback):
@@ -89,9 +99,10 @@ class ProofBeforeTraining(L.Callback):
                 rows.chunk(self.spec.train.accumulate),
                 trainer.precision_plugin.forward_context,
             )
-        if self.proof.differences:
-            shown = "; ".join(self.proof.differences[:5])
-            more = f" (and {len(self.proof.differences) - 5} more)" if len(self.proof.differences) > 5 else ""
+        differences = [*self.proof.differences, *_threads(self.spec)]
+        if differences:
+            shown = "; ".join(differences[:5])
+            more = f" (and {len(differences) - 5} more)" if len(differences) > 5 else ""
             raise ExecutionMismatchError(f"the run would not execute what it declares: {shown}{more}")
 
 

@@ -17,7 +17,7 @@ from fp8parity.layer_policy import LayerPlan
 from fp8parity.model import next_token_loss
 from fp8parity.precision.comparison import compare, compare_compiled
 from fp8parity.precision.effective import accumulation_differences, effective_differences
-from fp8parity.precision.execution import count_fp8_gemms, observe
+from fp8parity.precision.execution import StepCount, count_step, observe
 from fp8parity.precision_rules import jitter_of
 from fp8parity.spec import RunSpec
 
@@ -29,13 +29,14 @@ class ExecutionProof:
     """FP8 GEMMs of one micro-batch, and every difference from the declaration; none means proven.
 
     `train` counts a forward and backward pass uncompiled, `eval` the arm's own evaluation, `as_trained` the pass as
-    it trains (compiled where the run is).
+    it trains (compiled where the run is), `compiled_regions` the calls of compiled code in that pass.
     """
 
     train: int
     eval: int
     as_trained: int
     differences: tuple[str, ...]
+    compiled_regions: int = 0
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values."""
@@ -73,13 +74,15 @@ def prove(
             accumulated.append(loss.detach())
 
     record = observe(model, train_step, evaluate)
-    as_trained = record.total("train")  # what is not compiled trains just as it was observed
+    as_trained = StepCount(record.total("train"), 0)  # what is not compiled trains just as it was observed
+    compiled: list[str] = []
     if spec.train.compile != "off":
         train_step()  # compiles; the compiler runs candidate kernels of its own meanwhile, which are no evidence
-        as_trained = count_fp8_gemms(train_step)
+        as_trained = count_step(train_step)
+        compiled = compare_compiled(record, as_trained)
     differences = [
         *compare(record, plan, spec.precision.recipe, checkpointing=spec.train.activation_checkpointing),
-        *compare_compiled(record, as_trained),
+        *compiled,
         *_arithmetic(model, spec, plan),
     ]
     if len(micro_batches) > 1:
@@ -88,7 +91,13 @@ def prove(
         # The gradients of a NaN equal nothing, not even themselves: a diverging run that resumes is the guard's to end.
         differences += found if bool(torch.stack(accumulated).isfinite().all()) else []
     model.zero_grad(set_to_none=True)
-    return ExecutionProof(record.total("train"), record.total("eval"), as_trained, tuple(differences))
+    return ExecutionProof(
+        record.total("train"),
+        record.total("eval"),
+        as_trained.fp8_gemms,
+        tuple(differences),
+        as_trained.compiled_regions,
+    )
 
 
 def _arithmetic(model: nn.Module, spec: RunSpec, plan: LayerPlan) -> list[str]:

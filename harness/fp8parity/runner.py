@@ -356,6 +356,14 @@ class _Attempt:
         return {stage: round(seconds, 2) for stage, seconds in {**found, "evaluate": self.evaluating}.items()}
 
 
+def _compile_in_force(session: _Session) -> str:
+    """Return `blocks` or `off` as the proof saw it; as declared where an earlier process did the last step."""
+    proof = session.proof.proof
+    if proof is None:
+        return session.order.spec.train.compile
+    return "blocks" if proof.compiled_regions else "off"
+
+
 def _manifest(session: _Session, attempt: _Attempt) -> dict[str, Any]:
     spec, recorder = session.order.spec, session.recorder
     built = session.module.built
@@ -380,9 +388,9 @@ def _manifest(session: _Session, attempt: _Attempt) -> dict[str, Any]:
         "effective": {
             "device": session.device,
             "compute": spec.train.compute,
-            "compile": spec.train.compile,
+            "compile": _compile_in_force(session),
             "bf16_gemm": spec.train.bf16_gemm,
-            "threads": spec.train.threads,
+            "threads": torch.get_num_threads(),
             "runs_per_device": int(os.environ.get(RUNS_PER_DEVICE, "1")),
             "data_source": session.meta.source,
             "split": session.meta.split,

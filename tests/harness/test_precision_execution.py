@@ -15,7 +15,7 @@ from fp8parity.layer_policy import LayerDecision, LayerPlan
 from fp8parity.precision import reference, torchao_float8
 from fp8parity.precision.comparison import compare, compare_compiled
 from fp8parity.precision.effective import accumulation_differences, effective_differences
-from fp8parity.precision.execution import ExecutionRecord, count_fp8_gemms, observe
+from fp8parity.precision.execution import ExecutionRecord, StepCount, count_step, observe
 from fp8parity.spec import PrecisionSpec
 
 if TYPE_CHECKING:
@@ -133,10 +133,13 @@ def test_the_compiled_step_runs_as_many_fp8_gemms(backend: str, recipe: str) -> 
     record = observe(model, *steps(model))
     train, _ = steps(torch.compile(model, backend="aot_eager"))  # type: ignore[arg-type]
     train()  # compiles, outside the count
-    assert compare_compiled(record, count_fp8_gemms(train)) == []
-    assert compare_compiled(record, 1) == [
+    assert compare_compiled(record, count_step(train)) == []
+    assert compare_compiled(record, StepCount(1, 1)) == [
         f"the compiled step ran 1 FP8 GEMMs, the uncompiled one {record.total('train')}"
     ]
+    with torch.compiler.set_stance("force_eager"):
+        (unproven,) = compare_compiled(record, count_step(train))
+    assert unproven.startswith("train.compile: blocks is declared, but no compiled code ran")
 
 
 def test_observing_leaves_no_trace_on_the_model() -> None:

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pandas as pd
@@ -14,6 +14,8 @@ from fp8parity.precision.torchao_float8 import ComputeCastFloat8Linear
 from fp8parity.proof import ExecutionProof
 from fp8parity_analysis import schema
 from fp8parity_analysis.store import read_run
+
+from .test_checkpointing import interrupt_at
 
 LayOut = Callable[..., dict[str, Path]]
 SHORT = {"base": {"train": {"steps": 6, "accumulate": 2, "activation_checkpointing": True}}}
@@ -31,6 +33,7 @@ def test_counts_are_in_the_manifest(lay_out: LayOut) -> None:
         assert manifest is not None
         assert manifest["execution"] == {
             "train": train, "eval": evaluation, "as_trained": train, "differences": [], "proven": True,
+            "compiled_regions": 0,
         }  # fmt: skip
 
 
@@ -79,3 +82,49 @@ def test_a_control_that_runs_fp8_never_trains(lay_out: LayOut, monkeypatch: pyte
     monkeypatch.setattr(Fp32AccumulateLinear, "forward", secret_fp8)
     with pytest.raises(ExecutionMismatchError, match=r"blocks.0.attn.q_proj"):
         runner.train(run_dir)
+
+
+@pytest.fixture
+def compiling(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Compile blocks without making code of their graphs."""
+    compiled = torch.nn.Module.compile
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self: compiled(self, backend="eager"))
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(recompile_limit=64, fail_on_recompile_limit_hit=True):
+        yield
+
+
+@pytest.mark.usefixtures("compiling")
+def test_what_is_in_force_is_what_was_seen(lay_out: LayOut, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_dir = lay_out({"base": {"train": {"steps": 4, "compile": "blocks"}}})["bf16-0"]
+    interrupt_at(run_dir, 2, monkeypatch)
+    assert runner.train(run_dir) == 0
+    manifest = read_run(run_dir).manifest
+    assert manifest is not None
+    assert manifest["resumes"] == 1
+    assert manifest["effective"]["compile"] == "blocks"
+    blocks = runner.read_order(run_dir).spec.model.n_layers
+    assert manifest["execution"]["compiled_regions"] == blocks
+
+
+@pytest.mark.usefixtures("compiling")
+def test_a_run_that_is_not_compiled_as_declared_never_trains(
+    lay_out: LayOut, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
+    run_dir = lay_out({"base": {"train": {"steps": 6, "compile": "blocks"}}})["bf16-0"]
+    with pytest.raises(
+        ExecutionMismatchError, match=r"train\.compile: blocks is declared, but no compiled code ran"
+    ):
+        runner.train(run_dir)
+    assert not (run_dir / schema.MANIFEST_FILE).exists()
+
+
+def test_a_run_with_other_threads_than_declared_never_trains(
+    lay_out: LayOut, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
+    with pytest.raises(
+        ExecutionMismatchError, match=r"train\.threads: 1 is declared, and torch computes with 8"
+    ):
+        runner.train(lay_out(SHORT)["bf16-0"])

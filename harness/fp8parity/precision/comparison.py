@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from fp8parity.layer_policy import LayerPlan
-    from fp8parity.precision.execution import ExecutionRecord, LayerExecution, Phase
+    from fp8parity.precision.execution import ExecutionRecord, LayerExecution, Phase, StepCount
 
 
 def compare(
@@ -48,12 +48,20 @@ def compare(
     return differences
 
 
-def compare_compiled(record: ExecutionRecord, executed: int) -> list[str]:
-    """Compare the FP8 GEMMs of the step as it trains (`count_fp8_gemms`) with the uncompiled record's."""
-    expected = record.total("train")
-    if executed == expected:
-        return []
-    return [f"the compiled step ran {executed} FP8 GEMMs, the uncompiled one {expected}"]
+def compare_compiled(record: ExecutionRecord, executed: StepCount) -> list[str]:
+    """Compare the step as it trains, declared compiled, with the uncompiled record's."""
+    expected, differences = record.total("train"), []
+    if executed.fp8_gemms != expected:
+        differences.append(
+            f"the compiled step ran {executed.fp8_gemms} FP8 GEMMs, the uncompiled one {expected}"
+        )
+    if not executed.compiled_regions:
+        differences.append(
+            "train.compile: blocks is declared, but no compiled code ran (is TORCHDYNAMO_DISABLE or "
+            "TORCH_COMPILE_DISABLE set, or the blocks' forward kept from the compiler?); remove that, or write "
+            "train.compile: off"
+        )
+    return differences
 
 
 def _missing(observed: dict[str, LayerExecution], plan: LayerPlan, phase: Phase) -> list[str]:

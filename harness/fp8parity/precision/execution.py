@@ -32,6 +32,7 @@ FP8_GEMM_OPS = ("aten::_scaled_mm", "aten::_scaled_mm_v2", SCALED_MM)
 """Operators that multiply FP8 codes: torch's two, and the reference backend's."""
 
 _RANGE = "fp8parity.layer/"
+_COMPILED = "Torch-Compiled Region"  # the range in which torch runs each piece of compiled code
 _DTYPE_NAMES = {"c10::Float8_e4m3fn": "e4m3fn", "c10::Float8_e5m2": "e5m2"}
 
 
@@ -251,6 +252,16 @@ def _layer(fqn: str, phase: Phase, tally: _Tally, wants: tuple[bool, bool]) -> L
     return LayerExecution(fqn, phase, calls, recomputed, counts, formats, *wants)
 
 
-def count_fp8_gemms(step: Callable[[], object]) -> int:
-    """Return how many FP8 GEMMs `step` executes as it stands, compiled or not, over all layers."""
-    return sum(1 for event in profiled_events(step) if event.name in FP8_GEMM_OPS)
+@dataclass(frozen=True)
+class StepCount:
+    """What a step executed over all layers: FP8 GEMMs, and calls of code that the compiler made."""
+
+    fp8_gemms: int
+    compiled_regions: int
+
+
+def count_step(step: Callable[[], object]) -> StepCount:
+    """Run `step` as it stands, compiled or not, and count what it executes."""
+    names = [event.name for event in profiled_events(step)]
+    gemms = sum(name in FP8_GEMM_OPS for name in names)
+    return StepCount(gemms, sum(name.startswith(_COMPILED) for name in names))
