@@ -20,6 +20,7 @@ import torch
 from pydantic import TypeAdapter
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.utils.parametrize import is_parametrized
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fp8parity import own_model
@@ -104,7 +105,9 @@ def _shared(model: nn.Module) -> str | None:
     for name, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, nn.Linear):
             names.setdefault(id(module), []).append(name)
-            weights.setdefault(id(module.weight), []).append(name)
+            weight = module._parameters.get("weight")
+            if weight is not None:  # else it is made anew at each look (parametrizations)
+                weights.setdefault(id(weight), []).append(name)
     twice = next((found for found in names.values() if len(found) > 1), None)
     if twice:
         return f"{' and '.join(twice)} are one and the same nn.Linear under several names"
@@ -160,7 +163,25 @@ def _evaluate(model: nn.Module, context: int) -> None:
     model.train()
 
 
+_HOOKS = {
+    "_forward_hooks": "forward hook",
+    "_forward_pre_hooks": "forward pre-hook",
+    "_backward_hooks": "backward hook",
+    "_backward_pre_hooks": "backward pre-hook",
+}
+
+
 def _refusal(linear: nn.Linear, parent: nn.Module) -> str:
+    if is_parametrized(linear):
+        return (
+            "is parametrized (torch.nn.utils.parametrize), so its weight is computed from others at each pass"
+        )
+    hooks = [words for name, words in _HOOKS.items() if getattr(linear, name)]
+    if hooks:
+        return (
+            f"has a {' and a '.join(hooks)}, which may change what its GEMMs take or give, so nothing could be proven "
+            "of them; do that in the forward of the module around it"
+        )
     if type(linear) is not nn.Linear or "forward" in vars(linear):
         return f"is a {type(linear).__name__} with its own forward, which would be lost"
     if isinstance(parent, nn.TransformerEncoderLayer):
@@ -179,6 +200,13 @@ def inspect(model: nn.Module, context: int) -> Inventory:
     if not linears:
         raise UsageError(
             f"{type(model).__name__} has no nn.Linear, so there is no GEMM that a precision recipe could convert"
+        )
+    made = [n for n, m in linears.items() if "weight" not in m._parameters and not is_parametrized(m)]
+    if made:
+        raise UsageError(
+            f"{type(model).__name__}: the weight of {', '.join(made[:3])} is no parameter but made before each pass "
+            "(torch.nn.utils.weight_norm or spectral_norm?), which a conversion would lose; use "
+            "torch.nn.utils.parametrizations, and keep it in BF16 by precision.exclude"
         )
     shared = _shared(model)
     if shared:

@@ -153,6 +153,25 @@ class OwnLinear(Model):
         self.layers[1].a = Own(32, 64)
 
 
+def hooked() -> nn.Module:
+    """Multiply what a linear gives, in a hook; another linear's hooks only look."""
+    model = Model()
+    model.layers[1].down.register_forward_hook(lambda module, args, output: 4.0 * output)
+    model.layers[2].a.register_full_backward_hook(lambda module, grad_in, grad_out: None)
+    model.layers[2].a.register_forward_pre_hook(lambda module, args: None)
+    return model
+
+
+def weight_normed(*, parametrized: bool) -> nn.Module:
+    model = Model()
+    for layer in model.layers:
+        if parametrized:
+            nn.utils.parametrizations.weight_norm(layer.down)
+        else:
+            nn.utils.weight_norm(layer.down)
+    return model
+
+
 class Idle(Model):
     """nn.MultiheadAttention multiplies by its weights without calling its linear; one matrix is a bare parameter."""
 

@@ -120,6 +120,31 @@ def test_a_linear_of_a_class_of_its_own_cannot_be_converted() -> None:
     assert linear(facts(m.OwnLinear()), "layers.1.a").refusal.startswith("is a Own with its own forward")
 
 
+def test_a_linear_with_hooks_cannot_be_converted() -> None:
+    found = facts(m.hooked())
+    refused = {one.fqn: one.refusal.split(", which")[0] for one in found.linears if one.refusal}
+    assert refused == {
+        "layers.1.down": "has a forward hook",
+        "layers.2.a": "has a forward pre-hook and a backward hook",
+    }
+
+
+def test_a_parametrized_linear_cannot_be_converted() -> None:
+    found = facts(m.weight_normed(parametrized=True))
+    assert [one.fqn for one in found.linears if one.refusal.startswith("is parametrized")] == [
+        f"layers.{i}.down" for i in range(3)
+    ]
+
+
+@pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated")
+def test_a_weight_that_a_hook_makes_is_refused() -> None:
+    reason = (
+        r"the weight of layers\.0\.down, layers\.1\.down, .* is no parameter .*use torch\.nn\.utils\.parametr"
+    )
+    with pytest.raises(UsageError, match=reason):
+        facts(m.weight_normed(parametrized=False))
+
+
 def test_logits_without_a_linear_have_no_head() -> None:
     found = facts(m.Functional())
     assert found.head is None

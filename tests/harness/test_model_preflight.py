@@ -148,6 +148,10 @@ def test_the_inventory_is_not_hashed_and_travels_beside_the_specification(read: 
             "base.precision.exclude", "layers.1.a is a Own with its own forward",
         ),
         (
+            with_changes(own("own_models:hooked"), precision={"keep": 0}),
+            "base.precision.exclude", "layers.1.down has a forward hook, which may change",
+        ),
+        (
             with_changes(own(kwargs={"width": 24}), precision={"keep": 0}),
             "precision.recipe", "enter: GEMM output has K = 24, not a multiple of 16",
         ),
