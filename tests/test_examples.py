@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -43,6 +44,97 @@ def test_the_workflow_is_scheduled_on_a_gpu_runner_and_shows_the_summary_whateve
     assert {"self-hosted", "gpu"} <= set(job["runs-on"])
     shown = next(step for step in job["steps"] if "GITHUB_STEP_SUMMARY" in step.get("run", ""))
     assert shown["if"] == "always()"
+
+
+BASH = shutil.which("bash")
+
+
+@pytest.mark.skipif(BASH is None, reason="needs bash")
+@pytest.mark.parametrize(
+    ("nightly", "code", "shown", "recorded"),
+    [
+        ("echo fresh > $HISTORY/summary.md; exit 10", 10, "fresh", True),
+        ("echo fresh > $HISTORY/summary.md", 0, "fresh", True),
+        ("echo line 3: no such key >&2; exit 64", 64, "line 3: no such key", False),
+        (None, None, "the nightly was not started", False),
+    ],
+)
+def test_the_workflow_shows_tonights_summary_or_why_there_is_none(
+    tmp_path: Path, nightly: str | None, code: int | None, shown: str, recorded: bool
+) -> None:
+    document = yaml.safe_load((EXAMPLES / "nightly-workflow.yml").read_text(encoding="utf-8"))
+    steps = {step.get("name"): step for step in document["jobs"]["nightly"]["steps"]}
+    program, history = tmp_path / ".venv" / "bin" / "fp8parity", tmp_path / "history"
+    program.parent.mkdir(parents=True)
+    history.mkdir()
+    (history / "summary.md").write_text("yesterday")
+    os.utime(history / "summary.md", (1, 1))
+    names = ("RUNNER_TEMP", "GITHUB_STEP_SUMMARY", "GITHUB_OUTPUT", "HISTORY")
+    places = (tmp_path, tmp_path / "shown", tmp_path / "output", history)
+    environment = os.environ | dict(zip(names, map(str, places), strict=True))
+
+    def step(name: str) -> int:  # as GitHub runs one: bash -e, from a file
+        script = tmp_path / "step.sh"
+        script.write_text(steps[name]["run"])
+        assert BASH is not None
+        done = subprocess.run([BASH, "-e", str(script)], cwd=tmp_path, env=environment, capture_output=True)
+        return done.returncode
+
+    assert step("Note the start") == 0
+    os.utime(tmp_path / "nightly.start", (2, 2))
+    if nightly is not None:
+        program.write_text(f"#!/bin/sh\n{nightly}\n")
+        program.chmod(0o755)
+        assert step("Run the night") == code
+    assert step("Show it") == 0
+    text = (tmp_path / "shown").read_text()
+    assert shown in text
+    assert "yesterday" not in text
+    assert (tmp_path / "output").exists() is recorded
+
+
+@pytest.mark.skipif(BASH is None, reason="needs bash")
+def test_the_shell_of_the_report_page_keeps_the_summary_of_a_study_that_fails(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "report.md").read_text(encoding="utf-8")
+    (shell,) = re.findall(r"```sh\n(.*?)```", page, flags=re.S)
+    program = tmp_path / "fp8parity"
+    program.write_text("#!/bin/sh\nmkdir -p out/nightly; echo worse > out/nightly/summary.md; exit 10\n")
+    program.chmod(0o755)
+    path = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "GITHUB_STEP_SUMMARY": str(tmp_path / "shown")}
+    assert BASH is not None
+    done = subprocess.run([BASH, "-ec", shell], cwd=tmp_path, env=os.environ | path, check=False)
+    assert done.returncode == 10
+    assert (tmp_path / "shown").read_text() == "worse\n"
+
+
+def test_the_crontab_mails_tonights_summary_or_the_log(tmp_path: Path) -> None:
+    (line,) = re.findall(
+        r"^0 2 \* \* \*  (.*)", (EXAMPLES / "cron.txt").read_text(encoding="utf-8"), flags=re.M
+    )
+    program = tmp_path / "fp8parity" / ".venv" / "bin" / "fp8parity"
+    program.parent.mkdir(parents=True)
+    (tmp_path / "nightly").mkdir()
+    summary = tmp_path / "nightly" / "summary.md"
+    summary.write_text("yesterday\n")
+    os.utime(summary, (1, 1))
+    for script, told in (("echo refused; exit 64", "refused"), (f"echo fresh > {summary}; exit 10", "fresh")):
+        program.write_text(f"#!/bin/sh\n{script}\n")
+        program.chmod(0o755)
+        if "fresh" in script:  # file times may be coarse
+            line = line.replace("touch ", "touch -d 2001-01-01 ")
+        done = subprocess.run(
+            ["sh", "-c", line.replace("/srv/", f"{tmp_path}/")], capture_output=True, text=True, check=False
+        )
+        assert told in done.stdout
+        assert "yesterday" not in done.stdout
+
+
+def test_the_examples_for_a_gpu_run_the_recipe_for_a_gpu() -> None:
+    for name in ("nightly-workflow.yml", "nightly.sbatch", "cron.txt"):
+        text = (EXAMPLES / name).read_text(encoding="utf-8")
+        (recipe,) = set(re.findall(r"recipes/\w+\.yaml", text))
+        plan = matrix.read(ROOT / recipe)
+        assert {run.spec.train.device for run in plan.runs} == {"cuda"}
 
 
 def test_the_batch_script_is_valid_shell() -> None:

@@ -42,14 +42,13 @@ def p_value(
 
     Where there are few draws, or they lie closer together than noise can, the prior stands in for their spread: a t
     with its degrees of freedom. A variance is held against the one before it by an F; means of several cube roots
-    are put on the scale of one by Wilson and Hilferty's expectation, 1 - 2 / (9 df). Without a prior few draws leave
-    nothing to test by: every step then counts, if it is one of the size that is told.
+    are put on the scale of one by Wilson and Hilferty's expectation, 1 - 2 / (9 df). Without a prior, where nothing
+    ever varied, every step counts.
     """
     step = window - mean
     with np.errstate(divide="ignore", invalid="ignore"):
         t = np.abs(step) / (sd * np.sqrt(1.0 / k + 1.0 / n))
         own = 2.0 * stdtr(np.maximum(n - 1, 1), -np.where((step == 0) & (sd == 0), 0.0, t))
-        own = np.where(n >= BASELINE_LEAST, own, np.where(step == 0, 1.0, 0.0))
         expected = np.where(prior.variance, np.abs(mean) * np.sqrt(2.0 / (9.0 * prior.df)), prior.sd)
         close = sd < REPEATS_ITSELF * np.nan_to_num(expected)
         n_draws, k_draws = np.where(close, 1.0, n), np.where(close, 1.0, float(k))

@@ -11,9 +11,9 @@ nights T_k is Student t with n - 1 degrees of freedom. The windows share the lev
 series share the level of the night (`history_series.levels`): whatever the dependence between series, a night in
 which nothing changed raises an alarm with at most the stated probability.
 
-A night that repeats the last one bit for bit is the same draw of the noise, not another one: n and k count draws, and
-only the first five nights, which teach, count nights. Below five draws the spread is the one that the null pairs
-predict (`history_prior`), not that of the draws.
+Where null pairs predict the noise (`history_prior`), a night that repeats the last one bit for bit is the same draw of
+it, not another one: n and k count draws, and only the first five nights, which teach, count nights. Below five draws
+the spread is the predicted one, not that of the draws.
 """
 
 from __future__ import annotations
@@ -159,6 +159,7 @@ class _Replayer:
         self.side = np.zeros(shape, dtype=np.int64)  # 0 no episode, 1 for the worse, -1 for the better
         self.onset = np.full(shape, -1, dtype=np.int64)
         self.base = np.full(shape, np.nan)
+        self.known = np.zeros(shape, dtype=bool)  # whether tonight's prior says anything
         self.direction, self.floor, self.relative_floor = direction, floor, relative_floor
 
     def restart(self, where: BoolArray) -> None:
@@ -169,8 +170,11 @@ class _Replayer:
         self.side[:, where] = 0
 
     def _push(self, where: BoolArray, values: FloatArray, night: int) -> None:
-        """Take tonight's values in; one that repeats the last draw is that draw once more."""
-        again = where & (values == self.buffer[..., -1])
+        """Take tonight's values in; one that repeats the last draw is that draw once more.
+
+        Only where the nulls predict the spread of draws: numbers that are rounded coarsely repeat by chance.
+        """
+        again = where & self.known & (values == self.buffer[..., -1])
         self.times[again, -1] += 1
         fresh = where & ~again
         for store, value in ((self.buffer, values[fresh]), (self.nights, night), (self.times, 1)):
@@ -191,6 +195,7 @@ class _Replayer:
 
     def night(self, t: int, x: FloatArray, alpha: FloatArray, prior: Prior) -> Replay:
         """Take in night `t`: values `x` and levels `alpha`, both [R, S], and what is known beforehand."""
+        self.known = np.isfinite(prior.sd) | prior.variance
         seen = np.isfinite(x)
         inside = seen & (self.side != 0)
         outside = seen & (self.side == 0)

@@ -106,6 +106,12 @@ def test_a_step_below_a_share_of_the_baseline_is_not_told() -> None:
     assert Series("noise/g").relative_floor == pytest.approx(1.1 ** (2 / 3) - 1)
 
 
+def test_coarse_numbers_that_no_null_pair_explains_count_by_night() -> None:
+    coarse = [0.012, 0.012, 0.013, 0.012, 0.012, 0.012]
+    assert states([*coarse, 0.014], floor=0.001)[-1] == State.GOOD
+    assert states([*coarse, 0.050], floor=0.001)[-1] == State.NEW
+
+
 def test_missing_nights_are_skipped_and_an_accepted_level_starts_anew() -> None:
     found = states([*NOISE, np.nan, 3.0])
     assert found[-2:] == [State.MISSING, State.NEW]
