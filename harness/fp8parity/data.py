@@ -85,7 +85,7 @@ def write_tokens(
 ) -> TokenMeta:
     """Write the side file of `path`, then `path`, each by rename: a token file that is there has one.
 
-    `about` fills tokenizer, tokenizer_sha256, source, documents.
+    `about` fills tokenizer, tokenizer_sha256, source, documents. `UsageError` for an id outside of the vocabulary.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     dtype = "uint16" if vocab_size <= 2**16 else "uint32"
@@ -94,6 +94,12 @@ def write_tokens(
     with temporary.open("wb") as handle:
         for part, pieces in enumerate((train, held_out)):
             for tokens in pieces:
+                outside = tokens[(tokens < 0) | (tokens >= vocab_size)]
+                if len(outside):
+                    raise UsageError(
+                        f"{path}: a token has the id {outside[0]}, but the vocabulary has {vocab_size} ids; "
+                        "the tokenizer contradicts its own vocabulary"
+                    )
                 handle.write(tokens.astype(np.dtype(dtype).newbyteorder("<")).tobytes())
                 counts[part] += len(tokens)
     meta = TokenMeta(

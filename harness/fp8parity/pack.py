@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,29 @@ from fp8parity.data import Tokens, pack_bytes, split_documents, write_tokens
 from fp8parity.errors import UsageError
 from fp8parity.token_meta import TokenMeta
 
+_BLANK_LINES = re.compile(rb"(?:\r?\n){2,}")
 FOLDER_SUFFIXES = (".txt", ".md", ".py", ".rst", ".jsonl", ".parquet")
 
 
 def _paragraphs(path: Path) -> Iterator[bytes]:
     """Cut one text into documents at blank lines, so that a single file still has a held-out part."""
-    yield from (part.strip() for part in path.read_bytes().split(b"\n\n") if part.strip())
+    yield from (part.strip() for part in _BLANK_LINES.split(path.read_bytes()) if part.strip())
+
+
+def _text(value: object, where: str, field: str) -> bytes:
+    """Return the text of a row as UTF-8; `UsageError` where there is none, or one that has no UTF-8."""
+    if isinstance(value, bytes):
+        return value
+    if not isinstance(value, str):
+        found = "is null" if value is None else f"holds a {type(value).__name__}"
+        raise UsageError(f"{where}: field {field!r} {found}, not text; drop that row or name another --field")
+    try:
+        return value.encode()
+    except UnicodeEncodeError as error:
+        raise UsageError(
+            f"{where}: field {field!r} holds half of a character ({value[error.start]!a}, a lone surrogate); "
+            "write the character whole or drop that row"
+        ) from error
 
 
 def _jsonl(path: Path, field: str) -> Iterator[bytes]:
@@ -33,7 +51,7 @@ def _jsonl(path: Path, field: str) -> Iterator[bytes]:
                 raise UsageError(
                     f"{path}:{number}: no text in field {field!r} ({error}); name it with --field"
                 ) from error
-            yield str(text).encode()
+            yield _text(text, f"{path}:{number}", field)
 
 
 def _parquet(path: Path, field: str) -> Iterator[bytes]:
@@ -47,9 +65,9 @@ def _parquet(path: Path, field: str) -> Iterator[bytes]:
         raise UsageError(
             f"{path}: has no column {field!r}; name one of {file.schema_arrow.names} with --field"
         )
-    for batch in file.iter_batches(columns=[field]):
-        for text in batch.column(0).to_pylist():
-            yield str(text).encode()
+    texts = (text for batch in file.iter_batches(columns=[field]) for text in batch.column(0).to_pylist())
+    for number, text in enumerate(texts, start=1):
+        yield _text(text, f"{path}: row {number}", field)
 
 
 def documents_of(path: Path, field: str) -> Iterator[bytes]:
@@ -89,7 +107,7 @@ def pack(
 def _pack_tokenized(
     documents: Iterator[bytes], out: Path, path: Path, fraction: float, source: str
 ) -> TokenMeta:
-    """Encode with a `tokenizer.json`; one id above its vocabulary separates documents."""
+    """Encode with a `tokenizer.json`; one id above its highest separates documents: ids may have gaps."""
     try:
         from tokenizers import Tokenizer
     except ModuleNotFoundError as error:
@@ -99,7 +117,7 @@ def _pack_tokenized(
     if not path.exists():
         raise UsageError(f"--tokenizer {path}: no such file; give a tokenizer.json")
     tokenizer: Any = Tokenizer.from_file(str(path))
-    separator = tokenizer.get_vocab_size(with_added_tokens=True)
+    separator = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
     def encode(document: bytes) -> Tokens:
         ids = tokenizer.encode(document.decode("utf-8", errors="replace"), add_special_tokens=False).ids

@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from fp8parity.data import open_tokens
+from fp8parity.data import open_tokens, write_tokens
 from fp8parity.errors import UsageError
 from fp8parity.pack import documents_of, pack
 
@@ -59,11 +59,60 @@ def test_tokenizer_json(tmp_path: Path) -> None:
     assert meta.tokenizer_sha256 is not None
 
 
+def test_ids_with_gaps_stay_what_they_are(tmp_path: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers", reason="the tokenizers extra is not installed")
+    words = {"[UNK]": 0, "document": 1, "number": 70_000}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, "[UNK]"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    source, out = write_source("jsonl", tmp_path), tmp_path / "o.bin"
+    meta = pack(source, out, tokenizer=tmp_path / "tokenizer.json", field="text", held_out_fraction=0.2)
+    tokens, _ = open_tokens(out)
+    assert (meta.dtype, meta.vocab_size) == ("uint32", 70_002)
+    assert list(np.asarray(tokens[:6])) == [1, 70_000, 0, 0, 0, 70_001]
+
+
+@pytest.mark.parametrize("wrong", [4, -1])
+def test_an_id_outside_of_the_vocabulary_is_not_written(tmp_path: Path, wrong: int) -> None:
+    about = {"tokenizer": "t", "tokenizer_sha256": None, "source": "s", "documents": 1}
+    with pytest.raises(UsageError, match=f"o.bin: a token has the id {wrong}, but the vocabulary has 4 ids"):
+        write_tokens(tmp_path / "o.bin", [np.array([0, wrong, 3])], [], vocab_size=4, **about)
+    assert not (tmp_path / "o.bin").exists()
+
+
+def test_lines_that_end_in_crlf_part_at_blank_lines_too(tmp_path: Path) -> None:
+    path = tmp_path / "x.txt"
+    path.write_bytes("\r\n\r\n".join(TEXTS).encode() + b"\r\n\r\n\r\nof two\r\nlines\r\n")
+    assert [d.decode() for d in documents_of(path, "text")] == [*TEXTS, "of two\r\nlines"]
+
+
+def test_rows_of_bytes_are_text(tmp_path: Path) -> None:
+    pd.DataFrame({"text": [b"caf\xc3\xa9", b"two"]}).to_parquet(tmp_path / "p.parquet")
+    assert list(documents_of(tmp_path / "p.parquet", "text")) == ["caf\u00e9".encode(), b"two"]
+
+
+def test_a_row_without_text_is_named(tmp_path: Path) -> None:
+    pd.DataFrame({"text": ["one", None]}).to_parquet(tmp_path / "p.parquet")
+    with pytest.raises(UsageError, match=r"p.parquet: row 2: field 'text' is null, not text"):
+        list(documents_of(tmp_path / "p.parquet", "text"))
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
         ("x.jsonl", '{"body": "x"}\n', r"x.jsonl:1: no text in field 'text' .*--field"),
         ("x.jsonl", "not json\n", r"x.jsonl:1: no text in field"),
+        (
+            "x.jsonl",
+            '{"text": "a"}\n{"text": null}\n',
+            r"x.jsonl:2: field 'text' is null, not text; drop that row",
+        ),
+        ("x.jsonl", '{"text": ["a"]}\n', r"x.jsonl:1: field 'text' holds a list, not text"),
+        (
+            "x.jsonl",
+            '{"text": "a\\ud83d"}\n',
+            r"x.jsonl:1: .* half of a character \('\\ud83d', a lone surrogate",
+        ),
         ("x.parquet", "garbage", "x.parquet: is no Parquet file"),
         ("x.txt", "", "0 training and 0 held-out documents"),
         ("x.txt", "only one paragraph", "both are needed"),
