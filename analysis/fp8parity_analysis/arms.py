@@ -75,13 +75,22 @@ def listed(values: Sequence[Any]) -> str:
 
 
 _ABSENT = "(absent)"
+_FROM_MANIFEST = ("data_sha256", "init_digest", "environment", "effective")
+"""What a run states at its end only: an unfinished one has not said it, which is no difference."""
+
+
+def shared_keys(first: RunCurve, second: RunCurve) -> list[str]:
+    """Return the settings that two runs have to share, as far as both can have stated them."""
+    keys = dict.fromkeys([*first.identity, *second.identity])
+    if first.status is not None and second.status is not None:
+        return list(keys)
+    return [key for key in keys if key.partition(".")[0] not in _FROM_MANIFEST]
 
 
 def differing(control: RunCurve, test: RunCurve) -> list[str]:
     """Return every shared setting in which two runs differ, as `key: control != test`."""
-    keys = dict.fromkeys([*control.identity, *test.identity])
     found = []
-    for key in keys:
+    for key in shared_keys(control, test):
         left, right = control.identity.get(key, _ABSENT), test.identity.get(key, _ABSENT)
         if left != right:
             found.append(f"{key}: {left} != {right}")

@@ -25,6 +25,8 @@ PX = 1.0 / 72.0
 """Inches per unit of the SVG's viewBox: sizes below are CSS pixels at natural size."""
 _PANEL = (460, 300)
 TEXT = 12.0
+_TAIL_SHARE = 0.015
+"""Least width of the mark of the endpoint, in widths of the panel: 6 pixels."""
 _HEAD_FRAC = 0.06
 """The first share of a run, whose steep fall would flatten everything after it, may leave the frame."""
 
@@ -204,8 +206,9 @@ def _limit_gap(axes: Axes, panel: GapPanel) -> None:
 
 
 def _mark_tail(axes: Axes, panel: GapPanel) -> None:
-    """Mark the steps whose mean is the endpoint: a bar on the base line."""
+    """Mark the steps whose mean is the endpoint: a bar on the base line, of a visible width for one evaluation."""
     low, high = axes.get_ylim()
     y = low + 0.012 * (high - low)
     last = float(panel.mean.steps[-1]) if len(panel.mean.steps) else 0.0
-    axes.plot([panel.tail_from or 0.0, last], [y, y], color=colour("ink"), linewidth=4, solid_capstyle="butt")
+    start = min(panel.tail_from or 0.0, last * (1 - _TAIL_SHARE))
+    axes.plot([start, last], [y, y], color=colour("ink"), linewidth=4, solid_capstyle="butt")

@@ -74,7 +74,8 @@ def view_state() -> str:
 def chart_path(experiment_id: str) -> str:
     """Return the part of the link behind the server's address.
 
-    `workflowType` keeps the page in its machine-learning dress; without it an assistant panel opens.
+    `workflowType` keeps the page in its machine-learning dress. No link keeps MLflow's Assistant closed: it opens by
+    itself once per browser on loopback (3.17: `mlflow.assistant.fab.autoOpenedOnFirstLoad` in the browser's storage).
     """
     return (
         f"/#/experiments/{experiment_id}/runs?compareRunsMode=CHART&workflowType=machine_learning"

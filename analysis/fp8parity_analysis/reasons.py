@@ -13,7 +13,7 @@ from fp8parity_analysis.forks import is_fork
 from fp8parity_analysis.planning import MAX_SEEDS, SeedAdvice
 from fp8parity_analysis.schema import Outcome
 from fp8parity_analysis.secondary import TRAJECTORY_ALPHA
-from fp8parity_analysis.wording import level
+from fp8parity_analysis.wording import OFF_ZERO, level, off_zero
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -142,6 +142,8 @@ def _conclusion(finding: Finding) -> str:
         if finding.criteria.anytime
         else "not settled: one pair says nothing about its own noise",
     }
+    if finding.pairs.arm.null_arm:
+        texts |= {name: off_zero(name, finding.look.alpha) for name in OFF_ZERO}
     return texts[finding.outcome] + provisional
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from fp8parity_analysis import report_format as fmt
@@ -14,6 +15,7 @@ from fp8parity_analysis.study_runs import StudyRuns, distinct, first_of, median_
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
+    from fp8parity_analysis.arms import Arm
     from fp8parity_analysis.store import RunRecord
     from fp8parity_analysis.verdict import Judgement
 
@@ -23,13 +25,40 @@ _DIGEST_SHOWN = 12
 
 
 def speeds_of(runs: StudyRuns) -> dict[str, float | None]:
-    """Return the median throughput of each recipe over that of its controls, None where not recorded."""
+    """Return the median throughput of each recipe over that of its controls, None where not recorded.
+
+    As recorded, also on a CPU or a shared device: fit to be compared over nights, which share those. `speedups_of` is
+    what may be said of a recipe.
+    """
     speeds: dict[str, float | None] = {}
     for recipe in runs.arms:
         key = "throughput_tokens_per_s"
         test, control = median_of(runs.tests_of(recipe), key), median_of(runs.controls_of(recipe), key)
         speeds[recipe] = test / control if test and control else None
     return speeds
+
+
+def speedups_of(runs: StudyRuns) -> dict[str, float | None]:
+    """Return the speed-up of each recipe over BF16, None where the throughput says nothing about the recipe."""
+    return {recipe: _speedup(arm) for recipe, arm in runs.arms.items()}
+
+
+def _speedup(arm: Arm) -> float | None:
+    control = [run for seed, members in arm.control.items() if seed in arm.test for run in members]
+    tests = [run for members in arm.test.values() for run in members]
+    rates = [[run.tokens_per_s for run in side if run.tokens_per_s] for side in (tests, control)]
+    return median(rates[0]) / median(rates[1]) if all(rates) else None
+
+
+def no_speed(runs: StudyRuns) -> str:
+    """Return why a measured throughput is no speed of a recipe, empty where it is one or none was measured."""
+    measured = [item for item in runs.manifests() if item.get("throughput_tokens_per_s")]
+    effective = [item.get("effective") or {} for item in measured]
+    if any(item.get("device") == "cpu" for item in effective):
+        return "No speed-up is measured on a CPU, which emulates FP8."
+    if any(item.get("runs_per_device", 1) != 1 for item in effective):
+        return "No speed-up is measured where several runs share a device: train with one run per device."
+    return ""
 
 
 def precision_table(runs: StudyRuns) -> Table | None:

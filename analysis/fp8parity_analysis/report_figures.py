@@ -14,7 +14,7 @@ from fp8parity_analysis.figures import FloatArray, GapPanel, Line, LossPanel
 from fp8parity_analysis.forest import ForestRow
 from fp8parity_analysis.report_tables import keys_of
 from fp8parity_analysis.schema import Gate
-from fp8parity_analysis.wording import TITLES
+from fp8parity_analysis.wording import title
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -32,12 +32,16 @@ _POINT_BUDGET = 90_000
 
 @dataclass(frozen=True)
 class Pictures:
-    """Inline SVG by recipe; no entry, or None, where there is nothing to draw."""
+    """Inline SVG by recipe; no entry, or None, where there is nothing to draw.
+
+    `tail_of_one`: the endpoint of every gap drawn is a single evaluation.
+    """
 
     forest_wide: str | None
     forest_narrow: str | None
     loss: Mapping[str, str]
     gap: Mapping[str, str]
+    tail_of_one: bool = False
 
 
 def pictures_of(judgement: Judgement, runs: StudyRuns) -> Pictures:
@@ -53,9 +57,12 @@ def pictures_of(judgement: Judgement, runs: StudyRuns) -> Pictures:
     for evidence in judgement.evidence:
         if evidence.steps and evidence.recipe in verdicts:
             drawn = _gap_panel(evidence, judgement, limit)
-            label = gap_label(verdicts[evidence.recipe])
+            null_arm = evidence.recipe in judgement.null_recipes
+            label = gap_label(verdicts[evidence.recipe], null_arm=null_arm)
             gap[evidence.recipe] = figures.gap_panel(drawn, f"{keys[evidence.recipe]}g", label)
-    return Pictures(*_forests(judgement), loss, gap)
+    ends = [item for item in judgement.evidence if item.recipe in gap]
+    alone = bool(ends) and all(item.tail_from_step == item.steps[-1] for item in ends)
+    return Pictures(*_forests(judgement), loss, gap, alone)
 
 
 def loss_recipes(judgement: Judgement) -> list[str]:
@@ -69,18 +76,18 @@ def loss_label(verdict: Verdict) -> str:
     """Return what the loss panel shows, for those who cannot see it."""
     return (
         f"Loss of {verdict.recipe} and of its BF16 control by optimizer step, "
-        f"{fmt.plural(verdict.n_seeds, 'seed')}. Outcome: {TITLES[verdict.outcome].lower()}."
+        f"{fmt.plural(verdict.n_seeds, 'seed')}. Outcome: {title(verdict.outcome).lower()}."
     )
 
 
-def gap_label(verdict: Verdict) -> str:
+def gap_label(verdict: Verdict, *, null_arm: bool = False) -> str:
     """Return what the gap panel shows, for those who cannot see it."""
     digits = fmt.digits_for(verdict.margin)
     ends = "no mean gap is given" if verdict.gap is None else f"ends at {fmt.percent(verdict.gap, digits)}"
     return (
         f"Gap of {verdict.recipe} to BF16 by optimizer step, "
         f"against the margin of {fmt.margin(verdict.margin)}: {ends}. "
-        f"Outcome: {TITLES[verdict.outcome].lower()}."
+        f"Outcome: {title(verdict.outcome, null_arm=null_arm).lower()}."
     )
 
 
@@ -88,7 +95,8 @@ def forest_label(judgement: Judgement) -> str:
     """Return what the forest plot shows, recipe by recipe."""
     digits = fmt.digits_for(judgement.criteria.margin)
     parts = [
-        f"{item.recipe} {fmt.gap(item.gap, item.interval, digits)}, {TITLES[item.outcome].lower()}"
+        f"{item.recipe} {fmt.gap(item.gap, item.interval, digits)}, "
+        f"{title(item.outcome, null_arm=item.recipe in judgement.null_recipes).lower()}"
         for item in judgement.verdicts
     ]
     return (
@@ -117,7 +125,7 @@ def _forest_row(verdict: Verdict, points: Sequence[float | None], *, null_arm: b
     shown = [100 * value for value in points if value is not None]
     return ForestRow(
         label=verdict.recipe,
-        text=TITLES[verdict.outcome].lower() if verdict.gap is None else text,
+        text=title(verdict.outcome, null_arm=null_arm).lower() if verdict.gap is None else text,
         gate=verdict.gate.value,
         gap=None if verdict.gap is None else 100 * verdict.gap,
         low=low,

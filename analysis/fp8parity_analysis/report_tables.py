@@ -201,8 +201,11 @@ def _ratio(verdict: Verdict, digits: int) -> str:
     )
 
 
-def cost_table(judgement: Judgement, speeds: Mapping[str, float | None]) -> Table | None:
-    """Return what each gap costs in tokens and what speed gives back; None when nothing is known."""
+def cost_table(judgement: Judgement, speeds: Mapping[str, float | None], no_speed: str = "") -> Table | None:
+    """Return what each gap costs in tokens and what speed gives back; None when nothing is known.
+
+    `speeds` stand in where a verdict has no token cost; `no_speed` says why none was measured.
+    """
     costs = [item for item in judgement.verdicts if item.recipe not in judgement.null_recipes]
     known = [item for item in costs if item.token_cost or speeds.get(item.recipe)]
     if not known:
@@ -216,16 +219,24 @@ def cost_table(judgement: Judgement, speeds: Mapping[str, float | None]) -> Tabl
             "net gain in time",
             "worth it",
         ),
-        rows=tuple(_cost_row(item, speeds.get(item.recipe)) for item in known),
+        rows=tuple(_cost_row(item, _speedup(item, speeds)) for item in known),
         numeric=(1, 2, 3),
-        notes=tuple(dict.fromkeys(_method(item) for item in known if item.token_cost)),
+        notes=(
+            *dict.fromkeys(_method(item) for item in known if item.token_cost),
+            *([no_speed] if no_speed and any(_speedup(item, speeds) is None for item in known) else []),
+        ),
     )
 
 
-def _cost_row(verdict: Verdict, speed: float | None) -> tuple[str, ...]:
+def _speedup(verdict: Verdict, speeds: Mapping[str, float | None]) -> float | None:
+    """Return the speed-up that the judge weighed; where it weighed nothing, the measured one."""
+    cost = verdict.token_cost
+    return cost.get("speedup") if cost else speeds.get(verdict.recipe)
+
+
+def _cost_row(verdict: Verdict, speedup: float | None) -> tuple[str, ...]:
     cost: Mapping[str, Any] = verdict.token_cost or {}
     extra = fmt.gap(cost.get("extra_tokens_frac"), cost.get("interval") or (None, None), 1)
-    speedup = cost.get("speedup") or speed
     net = fmt.gap(cost.get("net_gain"), cost.get("net_gain_interval") or (None, None), 1)
     shown = fmt.NOTHING if speedup is None else f"{speedup:.2f} ×"
     return verdict.recipe, extra, shown, net, str(cost.get("worth_it") or fmt.NOTHING)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from fp8parity_analysis import gap as gaps
-from fp8parity_analysis.arms import SHOWN, Arm, differing, listed, runs_of, series_of
+from fp8parity_analysis.arms import SHOWN, Arm, differing, listed, runs_of, series_of, shared_keys
 from fp8parity_analysis.forks import PARENT_PREFIX
 from fp8parity_analysis.grid import common_steps, on_grid
 from fp8parity_analysis.health import LASTING_STEPS, Runs, nonfinite_from
@@ -142,7 +142,7 @@ def _between_seeds(arm: Arm, seeds: Sequence[int]) -> Iterator[str]:
         other = arm.control[seed][0]
         keys = [
             key
-            for key in dict.fromkeys([*reference.identity, *other.identity])
+            for key in shared_keys(reference, other)
             if key not in _SEEDS_OWN and not key.startswith(PARENT_PREFIX)
         ]
         found = [

@@ -28,6 +28,9 @@ TITLES: Mapping[Outcome, str] = {
     Outcome.INCONCLUSIVE: "Not settled",
 }
 
+OFF_ZERO = (Outcome.WORSE, Outcome.WORSE_MARGIN_UNRESOLVED, Outcome.BETTER)
+"""Outcomes that say more of a recipe than of a null arm, which is BF16 itself."""
+
 GATE_WORDS: Mapping[Gate, str] = {
     Gate.PASS: "Pass",
     Gate.FAIL: "Fail",
@@ -70,8 +73,24 @@ def levels(alphas: Iterable[float]) -> str:
 
 def sentence(verdict: Verdict, *, null_arm: bool = False) -> str:
     """Return the verdict as one sentence of plain English about the named recipe."""
+    if null_arm and verdict.outcome in OFF_ZERO:
+        return f"{verdict.recipe}, BF16 against itself, lies {off_zero(verdict.outcome, verdict.alpha)}."
     subject = f"{verdict.recipe}, BF16 against itself," if null_arm else verdict.recipe
     return f"{subject} {_CLAUSES[verdict.outcome](verdict)}."
+
+
+def title(outcome: Outcome, *, null_arm: bool = False) -> str:
+    """Return the outcome in a word or two."""
+    return "Off zero" if null_arm and outcome in OFF_ZERO else TITLES[outcome]
+
+
+def off_zero(outcome: Outcome, alpha: float) -> str:
+    """Return what a null arm whose interval leaves out zero means; `alpha` is the size of its one-sided test."""
+    where = "off zero by more than the margin" if outcome is Outcome.WORSE else "off zero"
+    return (
+        f"{where}: by chance (about 1 null in {round(1 / alpha)} does so on this side), or because its runs differ in "
+        "more than noise; distrust gaps of this size here"
+    )
 
 
 def _equivalent(verdict: Verdict) -> str:

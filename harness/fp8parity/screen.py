@@ -17,6 +17,7 @@ from rich.text import Text
 
 from fp8parity.folding import Name, folded
 from fp8parity.jobs import RunState
+from fp8parity_analysis.report_format import digits_for, margin
 
 if TYPE_CHECKING:
     from fp8parity_analysis.criteria import Criteria
@@ -84,22 +85,22 @@ def show_unfinished(console: Console, states: Sequence[RunState]) -> None:
         console.print(Text(f"{ended}: {', '.join(runs[:3])}{more}: {why}", style="yellow"))
 
 
-def percent(value: float | None) -> str:
+def percent(value: float | None, digits: int) -> str:
     """Return a fraction of the loss as a signed percentage; what rounds to zero has no sign."""
-    return "–" if value is None else f"{_signed(value)} %"
+    return "–" if value is None else f"{_signed(value, digits)} %"
 
 
-def _signed(value: float) -> str:
-    text = f"{100 * value:+.2f}"
+def _signed(value: float, digits: int) -> str:
+    text = f"{100 * value:+.{digits}f}"
     return text if float(text) else text[1:]
 
 
-def interval_text(bounds: tuple[float | None, float | None]) -> str:
+def interval_text(bounds: tuple[float | None, float | None], digits: int) -> str:
     """Return an interval as [-0.10, +0.31] in percent, or a dash."""
     low, high = bounds
     if low is None and high is None:
         return "–"
-    shown = ["−∞" if low is None else _signed(low), "∞" if high is None else _signed(high)]
+    shown = ["−∞" if low is None else _signed(low, digits), "∞" if high is None else _signed(high, digits)]
     return f"[{shown[0]}, {shown[1]}]"
 
 
@@ -107,7 +108,8 @@ def verdict_table(judgement: Judgement) -> Table:
     """Return one row per recipe: outcome, gap with interval, seeds; it fits 80 columns."""
     criteria = judgement.criteria
     loss = {"train": "training loss", "final": "last held-out loss"}.get(criteria.endpoint, "held-out loss")
-    title = f"FP8 against BF16: {loss}, margin ±{100 * criteria.margin:.2f} %"
+    title = f"FP8 against BF16: {loss}, margin {margin(criteria.margin)}"
+    digits = digits_for(criteria.margin)
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     levels = _levels(judgement)
     interval = "interval" if " and " in levels else f"{levels} interval".strip()
@@ -121,8 +123,8 @@ def verdict_table(judgement: Judgement) -> Table:
         table.add_row(
             Name(verdict.recipe),
             outcome.append("*" if verdict.provisional else ""),
-            percent(verdict.gap),
-            interval_text(verdict.interval),
+            percent(verdict.gap, digits),
+            interval_text(verdict.interval, digits),
             str(verdict.n_seeds),
             str(verdict.n_null_pairs),
         )
@@ -159,15 +161,15 @@ def _contrast_words(contrast: Contrast, criteria: Criteria) -> str:
     from fp8parity_analysis.estimate import look_of
     from fp8parity_analysis.wording import level
 
-    look = look_of(contrast.n_seeds, criteria)
+    look, digits = look_of(contrast.n_seeds, criteria), digits_for(criteria.margin)
     seeds = f"{contrast.n_seeds} seed{'' if contrast.n_seeds == 1 else 's'}"
     if look.waiting_for is not None:
         interval = f"no interval before the look at {look.waiting_for} seeds"
     elif contrast.interval == (None, None):
         interval = "no interval"
     else:
-        interval = f"{level(look.alpha)} interval {interval_text(contrast.interval)}"
-    return f"{contrast.a} against {contrast.b}: {percent(contrast.gap)}, {interval}, {seeds}"
+        interval = f"{level(look.alpha)} interval {interval_text(contrast.interval, digits)}"
+    return f"{contrast.a} against {contrast.b}: {percent(contrast.gap, digits)}, {interval}, {seeds}"
 
 
 def show_judgement(console: Console, judgement: Judgement) -> None:

@@ -1,6 +1,7 @@
 import copy
 import json
 import re
+import shutil
 
 import numpy as np
 import pandas as pd
@@ -214,7 +215,19 @@ class TestFromRuns:
         write_study(tmp_path, spoil={3: {"finish": False}})
         told = judged(tmp_path).verdicts[0]
         assert told.outcome is Outcome.INVALID
-        assert "unfinished runs: 0.3m-rowwise-s3-r0" in why(told)
+        first, *others = told.reasons
+        assert first == "unfinished runs: 0.3m-rowwise-s3-r0; run the study again to finish them"
+        assert not [reason for reason in others if "differ" in reason]
+
+    def test_an_unfinished_control_differs_only_in_what_it_has_stated(self, tmp_path):
+        drawn = write_study(tmp_path, n=3)
+        shutil.rmtree(tmp_path / schema.RUNS_DIR / "0.3m-bf16-s1-r0")
+        changed = {"optim": {"lr": 0.002}}
+        write_run(tmp_path, "bf16", "control", 1, drawn.control[0, 1, 0], finish=False, spec=changed)
+        said = why(judged(tmp_path).verdicts[0])
+        assert "unfinished runs: 0.3m-bf16-s1-r0" in said
+        assert "optim.lr: 0.001 != 0.002" in said
+        assert "(absent)" not in said
 
     def test_nan_is_dated_by_the_training_stream(self, tmp_path):
         logs = simulate.studies(np.random.default_rng(1), 1, 1, world=simulate.World(eval_every=100)).test[

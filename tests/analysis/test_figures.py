@@ -118,6 +118,16 @@ def test_the_same_picture_twice_is_the_same_text() -> None:
     assert figures.gap_panel(panel, "g", "x") == figures.gap_panel(panel, "g", "x")
 
 
+@pytest.mark.parametrize(("tail_from", "starts"), [(36.0, 36.0), (49.9, 49.25), (50.0, 49.25)])
+def test_the_mark_of_the_endpoint_is_seen_though_it_is_one_evaluation(
+    tail_from: float, starts: float
+) -> None:
+    _, axes = figures._panel_axes()
+    curve = Line(np.array([1.0, 50.0]), np.array([0.1, 0.1]))
+    figures._mark_tail(axes, GapPanel([], curve, 0.25, tail_from=tail_from))
+    assert axes.lines[-1].get_xdata().tolist() == pytest.approx([starts, 50.0])
+
+
 def test_a_name_is_neither_formula_nor_colour_nor_markup() -> None:
     name = "#010101 $\\frac <b>"
     for narrow in (False, True):

@@ -16,11 +16,12 @@ import report_study
 from report_study import STUDY, Shape, hand_judgement, verdict
 from tensor_study import noisy_health
 
-from fp8parity_analysis import report, wording
+from fp8parity_analysis import report, report_facts, wording
 from fp8parity_analysis import report_format as fmt
 from fp8parity_analysis.criteria import Criteria
-from fp8parity_analysis.report_tables import MAX_CONTRASTS, grid_of, place_of
+from fp8parity_analysis.report_tables import MAX_CONTRASTS, cost_table, grid_of, place_of
 from fp8parity_analysis.schema import Gate, Outcome
+from fp8parity_analysis.study_runs import StudyRuns
 from fp8parity_analysis.verdict import Contrast, Judgement
 
 if TYPE_CHECKING:
@@ -531,3 +532,64 @@ def test_decimals_resolve_a_tenth_of_the_margin(margin: float, digits: int) -> N
 
 def test_ranges_of_blocks() -> None:
     assert fmt.ranges([3, 1, 2, 7]) == "1–3, 7"
+
+
+@pytest.mark.parametrize(
+    ("outcome", "said"),
+    [
+        (Outcome.WORSE, "lies off zero by more than the margin: by chance (about 1 null in 20 "),
+        (Outcome.WORSE_MARGIN_UNRESOLVED, "lies off zero: by chance (about 1 null in 20 "),
+        (Outcome.BETTER, "lies off zero: by chance (about 1 null in 20 "),
+    ],
+)
+def test_bf16_is_neither_worse_nor_better_than_itself(outcome: Outcome, said: str) -> None:
+    null = verdict("bf16_null", outcome, 0.001, (0.0004, 0.0016))
+    sentence = wording.sentence(null, null_arm=True)
+    assert sentence.startswith(f"bf16_null, BF16 against itself, {said}")
+    assert "distrust gaps of this size here" in sentence
+    assert wording.title(outcome, null_arm=True) == "Off zero"
+    assert wording.title(outcome) == wording.TITLES[outcome]
+
+
+def rated(records: list[RunRecord], effective: dict[str, object]) -> StudyRuns:
+    """The runs with a throughput of 1000 tokens/s in BF16 and 1300 in FP8."""
+    rates = {
+        record.run_id: {
+            **(record.manifest or {}),
+            "throughput_tokens_per_s": 1300.0 if record.spec["role"] == "test" else 1000.0,
+            "effective": effective,
+        }
+        for record in records
+    }
+    return StudyRuns.of([replace(record, manifest=rates[record.run_id]) for record in records])
+
+
+@pytest.mark.parametrize(
+    ("effective", "speedup", "reason"),
+    [
+        ({"device": "cuda"}, 1.3, ""),
+        ({"device": "cuda", "runs_per_device": 1}, 1.3, ""),
+        ({"device": "cuda", "runs_per_device": 4}, None, "several runs share a device"),
+        ({"device": "cpu"}, None, "on a CPU, which emulates FP8"),
+    ],
+)
+def test_a_speed_that_the_judge_withholds_is_not_shown(
+    records: list[RunRecord], effective: dict[str, object], speedup: float | None, reason: str
+) -> None:
+    runs = rated(records, effective)
+    measured = report_facts.speedups_of(runs)
+    assert [measured[name] for name in ("rowwise", "tensorwise")] == [speedup, speedup]
+    assert reason in report_facts.no_speed(runs)
+    unpriced = verdict("rowwise", Outcome.WORSE, 0.01, (0.008, 0.012), token_cost=None)
+    weighed = {"extra_tokens_frac": 0.04, "speedup": speedup, "method": "slope"}
+    priced = replace(unpriced, recipe="tensorwise", token_cost=weighed)
+    judgement = replace(hand_judgement(), verdicts=(unpriced, priced))
+    table = cost_table(judgement, measured, report_facts.no_speed(runs))
+    assert table is not None
+    shown = {row[0]: row[2] for row in table.rows}
+    if speedup is None:
+        assert shown == {"tensorwise": fmt.NOTHING}
+        assert table.notes[-1] == report_facts.no_speed(runs)
+    else:
+        assert shown == {"rowwise": "1.30 \u00d7", "tensorwise": "1.30 \u00d7"}
+        assert len(table.notes) == 1

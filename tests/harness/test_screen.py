@@ -180,8 +180,23 @@ def test_contrasts_in_words(contrast: tuple, settings: dict, said: str) -> None:
 
 
 def test_what_rounds_to_zero_has_no_sign() -> None:
-    assert [screen.percent(value) for value in (-1e-6, 1e-6, -0.0004)] == ["0.00 %", "0.00 %", "-0.04 %"]
-    assert screen.interval_text((-1e-6, 0.001)) == "[0.00, +0.10]"
+    assert [screen.percent(value, 2) for value in (-1e-6, 1e-6, -0.0004)] == ["0.00 %", "0.00 %", "-0.04 %"]
+    assert screen.interval_text((-1e-6, 0.001), 2) == "[0.00, +0.10]"
+
+
+@pytest.mark.parametrize(("margin", "title", "digits"), [(0.00125, "±0.125 %", 2), (0.00004, "±0.004 %", 4)])
+def test_numbers_resolve_the_margin(margin: float, title: str, digits: int) -> None:
+    told = judged(4, "a", "b", margin=margin)
+    lines = shown(told).splitlines()
+    assert lines[0].rstrip().endswith(f"margin {title}")
+    verdict, contrast = told.verdicts[0], told.contrasts[0]
+    low, high = verdict.interval
+    assert low is not None
+    assert high is not None
+    row = next(line for line in lines if line.strip().startswith("a ") and "against" not in line)
+    assert f" {100 * verdict.gap:+.{digits}f} % " in row
+    assert f"[{100 * low:+.{digits}f}, {100 * high:+.{digits}f}]" in row
+    assert f"a against b: {100 * contrast.gap:+.{digits}f} %" in lines[-1]
 
 
 def test_a_note_is_no_warning() -> None:
