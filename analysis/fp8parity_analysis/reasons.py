@@ -269,6 +269,8 @@ def _next(finding: Finding) -> Iterator[str]:
         return
     if finding.outcome is Outcome.EQUIVALENT_BUT_GROWING or finding.withheld:
         yield "next: train longer before relying on it"
+    elif finding.pairs.arm.null_arm and finding.outcome is Outcome.WORSE:
+        yield "next: find what its runs do not share with their controls"  # no layer of it is FP8
     elif finding.outcome in (Outcome.WORSE, Outcome.DIVERGED):
         yield "next: see which layers left their range first, and keep those in BF16"
     elif finding.outcome in (Outcome.INCONCLUSIVE, Outcome.WORSE_MARGIN_UNRESOLVED):

@@ -19,6 +19,7 @@ from fp8parity.selftest.report import GEMM_NAMES, Row, SelftestReport, SubjectRe
 from fp8parity.selftest.screen import show_selftest
 from fp8parity_analysis.criteria import Criteria
 from fp8parity_analysis.curves import CurveSet
+from fp8parity_analysis.schema import Outcome
 from fp8parity_analysis.verdict import Contrast, Judgement, judge
 
 STEPS = np.arange(100, 2001, 100)
@@ -197,6 +198,20 @@ def test_numbers_resolve_the_margin(margin: float, title: str, digits: int) -> N
     assert f" {100 * verdict.gap:+.{digits}f} % " in row
     assert f"[{100 * low:+.{digits}f}, {100 * high:+.{digits}f}]" in row
     assert f"a against b: {100 * contrast.gap:+.{digits}f} %" in lines[-1]
+
+
+def test_a_null_arm_off_zero_is_not_called_worse() -> None:
+    rows = table(4, "bf16_null")
+    rows.loc[rows["arm"] == "bf16_null", "loss"] *= 1.004
+    (beyond,) = judge(CurveSet.from_table(rows), Criteria(margin=0.001)).verdicts
+    assert beyond.outcome is Outcome.WORSE
+    assert beyond.reasons[0].startswith("off zero by more than the margin: by chance ")
+    assert not [reason for reason in beyond.reasons if "layers" in reason]
+    told = judge(CurveSet.from_table(rows), Criteria(margin=0.005))
+    (verdict,) = told.verdicts
+    assert verdict.outcome is Outcome.WORSE_MARGIN_UNRESOLVED
+    assert verdict.reasons[0].startswith("off zero: by chance (about 1 null in 20 ")
+    assert "worse" not in shown(replace(told, verdicts=(replace(verdict, warnings=()),))).split("off zero")[0]
 
 
 def test_a_note_is_no_warning() -> None:
