@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from fp8parity_analysis.schema import Role
+from fp8parity_analysis.schema import DATA_SPLIT, Role
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -78,12 +78,19 @@ _ABSENT = "(absent)"
 _FROM_MANIFEST = ("data_sha256", "init_digest", "environment", "effective")
 """What a run states at its end only: an unfinished one has not said it, which is no difference."""
 
+_RECORDED_LATER = f"{DATA_SPLIT}."
+"""What runs of earlier versions do not state."""
+
 
 def shared_keys(first: RunCurve, second: RunCurve) -> list[str]:
     """Return the settings that two runs have to share, as far as both can have stated them."""
-    keys = dict.fromkeys([*first.identity, *second.identity])
+    keys = [
+        key
+        for key in dict.fromkeys([*first.identity, *second.identity])
+        if not key.startswith(_RECORDED_LATER) or (key in first.identity and key in second.identity)
+    ]
     if first.status is not None and second.status is not None:
-        return list(keys)
+        return keys
     return [key for key in keys if key.partition(".")[0] not in _FROM_MANIFEST]
 
 

@@ -243,7 +243,9 @@ def _identity(record: RunRecord) -> dict[str, Any]:
         shared["fork_from"] = {key: value for key, value in shared["fork_from"].items() if key != "run"}
     manifest = record.manifest or {}
     outside: dict[str, Any] = {
-        key: manifest[key] for key in ("data_sha256", "init_digest", "environment") if key in manifest
+        key: manifest[key]
+        for key in ("data_sha256", schema.DATA_SPLIT, "init_digest", "environment")
+        if key in manifest
     }
     effective = manifest.get("effective") or {}
     in_force = {key: effective[key] for key in _IN_FORCE if key in effective}

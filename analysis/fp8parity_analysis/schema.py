@@ -75,7 +75,10 @@ SPEC_KEYS = (
 `data_path` leads from the run directory to the token file; `spec` is the canonical RunSpec, the only part that is
 hashed into `run_id`."""
 
-SPEC_OPTIONAL_KEYS = ("probe", "keep_checkpoints", "parent_checkpoint", "checkpoint_share")
+DATA_SPLIT = "data_split"
+"""Key of `spec.json` and `manifest.json`: dtype, vocab_size, n_tokens, train_tokens of the token file's side file."""
+
+SPEC_OPTIONAL_KEYS = ("probe", "keep_checkpoints", "parent_checkpoint", "checkpoint_share", DATA_SPLIT)
 """Keys that `spec.json` may hold: `probe` says after which steps tensor statistics are taken, and of which casts;
 `keep_checkpoints` of which steps the checkpoint stays; `parent_checkpoint` leads from the run directory to the
 checkpoint that a fork starts from; `checkpoint_share` is the most of the training time that checkpoints may take."""
@@ -107,7 +110,7 @@ MANIFEST_KEYS = (
 in training and evaluation, differences from the declaration); `effective` records what was in force
 (backend, compute dtype, compile mode); `environment` is the fingerprint of what can change numerics."""
 
-MANIFEST_OPTIONAL_KEYS = ("alerts", "phases", "seconds_by_stage", "probed")
+MANIFEST_OPTIONAL_KEYS = ("alerts", "phases", "seconds_by_stage", "probed", DATA_SPLIT)
 """Keys that a manifest may hold: `seconds_by_stage` says where the time of the process that ended the run went (import,
 build, prove, standby, train without evaluation, evaluate).
 `alerts` lists what was noticed in the tensor statistics (`tensor_schema.ALERT_KEYS`);

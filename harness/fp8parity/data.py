@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from fp8parity.errors import UsageError
 from fp8parity.spec import DataSpec
-from fp8parity.token_meta import BYTE_VOCAB, FORMAT, SEPARATOR, TokenMeta, read_meta, side_file
+from fp8parity.token_meta import BYTE_VOCAB, FORMAT, SEPARATOR, TokenMeta, check_size, read_meta, side_file
 
 Tokens = npt.NDArray[np.unsignedinteger[Any]]
 
@@ -47,6 +47,7 @@ def open_tokens(
                 f"{path}: sha256 is {actual[:16]}..., but {origin} says {digest[:16]}...; put that file back, pack it "
                 "again, or train it as a new study"
             )
+    check_size(path, meta)
     if meta.n_tokens == 0:
         raise UsageError(f"{path}: holds no token; give more text to `fp8parity data pack`")
     return np.memmap(path, dtype=np.dtype(meta.dtype).newbyteorder("<"), mode="r"), meta

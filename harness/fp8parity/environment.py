@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 from importlib import metadata
 from pathlib import Path
@@ -15,6 +16,33 @@ NUMERICS_VERSION = 1
 """Raised by hand when a change to this program changes the numbers of a run with an unchanged specification."""
 
 _PACKAGES = ("torch", "torchao", "lightning", "triton")
+
+
+_VARIABLES = (
+    *("NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"),
+    *("CUBLAS_WORKSPACE_CONFIG", "CUBLASLT_WORKSPACE_SIZE", "TORCH_BLAS_PREFER_CUBLASLT"),
+    *("MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "MKL_DEBUG_CPU_TYPE"),
+    *("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ONEDNN_DEFAULT_FPMATH_MODE", "DNNL_DEFAULT_FPMATH_MODE"),
+    *("TORCHINDUCTOR_MAX_AUTOTUNE", "TORCHINDUCTOR_MAX_AUTOTUNE_POINTWISE"),
+    *("TORCHINDUCTOR_MAX_AUTOTUNE_GEMM", "TORCHINDUCTOR_MAX_AUTOTUNE_GEMM_BACKENDS"),
+    *("TORCHINDUCTOR_COORDINATE_DESCENT_TUNING", "TORCHINDUCTOR_MULTI_KERNEL", "TORCHINDUCTOR_NATIVE_MATMUL"),
+    *("TORCHINDUCTOR_DETERMINISTIC", "TORCHINDUCTOR_BATCH_INVARIANT", "TORCHINDUCTOR_SHAPE_PADDING"),
+    *(
+        "TORCHINDUCTOR_USE_FAST_MATH",
+        "TORCHINDUCTOR_ONLINE_SOFTMAX",
+        "TORCHINDUCTOR_EMULATE_DIVISION_ROUNDING",
+    ),
+    *("TORCHINDUCTOR_EMULATE_PRECISION_CASTS", "TORCHINDUCTOR_CPP_ENABLE_UNSAFE_MATH_OPT_FLAG"),
+    *("TORCHINDUCTOR_CPP_ENABLE_FLOATING_POINT_CONTRACT_FLAG", "TORCHINDUCTOR_SPLIT_REDUCTIONS"),
+    *("TORCHINDUCTOR_PERSISTENT_REDUCTIONS", "TORCHINDUCTOR_COOPERATIVE_REDUCTIONS"),
+    "TORCHINDUCTOR_MIX_ORDER_REDUCTION",
+)
+"""Environment variables by which cuBLAS, MKL, oneDNN and torch's compiler choose other kernels or other sums."""
+
+
+def variables() -> dict[str, str]:
+    """Return the environment variables that change arithmetic and are set; usually there is none."""
+    return {name: os.environ[name] for name in _VARIABLES if os.environ.get(name)}
 
 
 def package_versions() -> dict[str, str]:
@@ -39,7 +67,7 @@ def fingerprint(device_type: str) -> dict[str, str]:
         found["cudnn"] = str(torch.backends.cudnn.version())
     else:
         found["device"] = f"cpu {torch.backends.cpu.get_cpu_capability()}"
-    return found
+    return {**found, **variables()}
 
 
 def provenance() -> dict[str, str]:
@@ -71,15 +99,15 @@ def claim(study_dir: Path, environment: dict[str, str]) -> None:
 
 
 def check_packages(study_dir: Path) -> None:
-    """Raise `UsageError` before any process is started when the installed packages are not the study's."""
+    """Raise `UsageError` before any process is started when packages or variables are not the study's."""
     path = study_dir / schema.ENVIRONMENT_FILE
     if not path.exists():
         return
-    recorded = read_json(path)
-    installed = package_versions()
-    different = differences({key: recorded.get(key) for key in installed}, installed)
+    here = {**package_versions(), **variables()}
+    recorded = {key: value for key, value in read_json(path).items() if key in here or key in _VARIABLES}
+    different = differences(recorded, here)
     if different:
         raise UsageError(
-            f"{path}: this study was begun with other packages ({'; '.join(different)}); "
-            "install those, or use another --out directory"
+            f"{path}: this study was begun with other packages or environment variables ({'; '.join(different)}); "
+            "set or install those, or use another --out directory"
         )

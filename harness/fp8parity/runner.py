@@ -10,7 +10,7 @@ import os
 import random
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -57,7 +57,7 @@ from fp8parity.recorder import CurveRecorder
 from fp8parity.shapes import parameter_count
 from fp8parity.spec import Frozen, ModelSpec, RunSpec
 from fp8parity.standby import Gate
-from fp8parity.token_meta import TokenMeta
+from fp8parity.token_meta import TokenMeta, side_file
 from fp8parity.version_gates import version_problems
 from fp8parity_analysis import schema
 from fp8parity_analysis.json_files import read_json
@@ -76,7 +76,8 @@ class RunOrder:
     """A run directory's order: what to train, from which state, on which tokens, how often to save and to probe.
 
     `recipe_dir` is where the files of a model of the user's are; `checkpoint_share` the most of the time that saving
-    may take, None if it may take any; `data_sha256` what the token file was when the run was laid out, None if unknown.
+    may take, None if it may take any; `data_sha256` and `data_split` what the token file was, and how it was read
+    and split, when the run was laid out, None if unknown.
     """
 
     run_dir: Path
@@ -90,6 +91,7 @@ class RunOrder:
     recipe_dir: Path = Path()
     checkpoint_share: float | None = None
     data_sha256: str | None = None
+    data_split: Mapping[str, Any] | None = None
 
     @property
     def study_dir(self) -> Path | None:
@@ -126,6 +128,7 @@ def read_order(run_dir: Path) -> RunOrder:
         (run_dir / own["recipe_dir"]).resolve() if own else Path(),
         None if share is None else float(share),
         document.get("data_sha256"),
+        document.get(schema.DATA_SPLIT),
     )
 
 
@@ -157,8 +160,14 @@ def resolve_device(spec: RunSpec) -> str:
 
 
 def _prepare_process(spec: RunSpec) -> None:
-    """Fix what must be fixed before the first operation: threads and every global generator."""
+    """Fix what must be fixed before the first operation: threads, how matmuls round, every global generator.
+
+    The settings are torch's defaults: a variable of the environment can turn TF32 on.
+    """
     torch.set_num_threads(spec.train.threads)
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = True
+    torch.backends.cudnn.allow_tf32 = True
     random.seed(spec.seed)
     np.random.seed(spec.seed)  # noqa: NPY002 -- a library that draws from the global generator draws the same
     torch.manual_seed(spec.seed)
@@ -231,6 +240,12 @@ def _session(order: RunOrder, heartbeat: Heartbeat, gate: Gate) -> _Session:
     tokens, meta = open_tokens(
         order.data_path, {"data.sha256": spec.data.sha256, schema.SPEC_FILE: order.data_sha256}
     )
+    other_split = meta.unlike(order.data_split)
+    if other_split:
+        raise UsageError(
+            f"{side_file(order.data_path)}: {other_split} when this run was laid out; put that file back, or train it "
+            "as a new study"
+        )
     require_same_data(spec, meta.sha256)
     try:
         vocab_rows = spec.model.resolve_vocab(meta.vocab_size)
@@ -380,6 +395,7 @@ def _manifest(session: _Session, attempt: _Attempt) -> dict[str, Any]:
         "first_nonfinite_step": recorder.first_nonfinite_step,
         "tokens": recorder.step * spec.train.tokens_per_step,
         "data_sha256": session.meta.sha256,
+        schema.DATA_SPLIT: session.meta.reading,
         "init_digest": built.init_digest,
         "environment": session.environment,
         "conversion": built.record.to_json(),

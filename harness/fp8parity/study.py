@@ -25,7 +25,7 @@ from fp8parity.matrix import Matrix, PlannedRun, resolve_data_path
 from fp8parity.process import LOCK_FILE, start_ticks
 from fp8parity.spec import DataSpec
 from fp8parity.study_changes import seeds_too_low, what_changed
-from fp8parity.token_meta import TokenMeta, read_meta
+from fp8parity.token_meta import TokenMeta, read_meta, side_file
 from fp8parity.version_gates import version_problems
 from fp8parity_analysis import schema
 from fp8parity_analysis.criteria import Criteria
@@ -121,13 +121,32 @@ def _check_corpus(run: PlannedRun, path: Path, meta: TokenMeta) -> None:
     `matrix.expand` has checked a token file of the user's; others are packed only now.
     """
     require_same_data(run.spec, meta.sha256)
+    if run.parent_checkpoint is not None:
+        require_same_split(run.parent_checkpoint, meta)
     for (section, key), message in corpus_problems(run.spec, meta, path):
         raise UsageError(f"{section}.{key}: {message}")
 
 
+def require_same_split(parent_checkpoint: Path, meta: TokenMeta) -> None:
+    """Raise `UsageError` when a fork's tokens are read or split in another way than its parent's were, if known."""
+    run_dir = parent_checkpoint.parent.parent
+    other = meta.unlike(read_json(run_dir / schema.SPEC_FILE).get(schema.DATA_SPLIT))
+    if other:
+        raise UsageError(
+            f"data: {other} when the parent {run_dir.name} was trained; a fork goes on in its parent's data: put its "
+            "side file back"
+        )
+
+
 def _check_same_tokens(run: PlannedRun, out: Path, path: Path, meta: TokenMeta) -> None:
     """Fail before the first process starts when the run was trained, or half trained, on other tokens."""
-    trained = _trained_on(out / schema.RUNS_DIR / run.run_id)
+    begun = _begun_with(out / schema.RUNS_DIR / run.run_id)
+    trained, other_split = begun.get("data_sha256"), meta.unlike(begun.get(schema.DATA_SPLIT))
+    if trained == meta.sha256 and other_split:
+        raise UsageError(
+            f"{side_file(path)}: {other_split} when {run.run_id} of this study was trained; put that file back, or use "
+            " another --out directory"
+        )
     if trained not in (None, meta.sha256):
         raise UsageError(
             f"{path}: its sha256 is {meta.sha256[:16]}..., but {run.run_id} of this study was trained on "
@@ -135,16 +154,14 @@ def _check_same_tokens(run: PlannedRun, out: Path, path: Path, meta: TokenMeta) 
         )
 
 
-def _trained_on(run_dir: Path) -> str | None:
-    """Return the digest of the tokens that a run has begun with; None when it has not begun, or this was not kept."""
+def _begun_with(run_dir: Path) -> dict[str, Any]:
+    """Return the document that says which tokens a run has begun with; empty when it has not begun."""
     manifest, stream = run_dir / schema.MANIFEST_FILE, run_dir / schema.CURVE_STREAM
     if manifest.exists():
-        told = read_json(manifest).get("data_sha256")
-    elif stream.exists() and stream.stat().st_size > 0:
-        told = read_json(run_dir / schema.SPEC_FILE).get("data_sha256")
-    else:
-        return None
-    return None if told is None else str(told)
+        return read_json(manifest)
+    if stream.exists() and stream.stat().st_size > 0:
+        return read_json(run_dir / schema.SPEC_FILE)
+    return {}
 
 
 def _is_left_by_us(entry: Path) -> bool:
@@ -268,6 +285,7 @@ def _lay_out_run(
     recipe_dir = os.path.relpath(matrix.recipe_path.parent.resolve(), run_dir.resolve())
     document = run.to_json(matrix.name, data_path, every, recipe_dir)
     document["data_sha256"] = metas[token_file].sha256
+    document[schema.DATA_SPLIT] = metas[token_file].reading
     if matrix.runtime.checkpoint_every is None:
         document["checkpoint_share"] = CHECKPOINT_SHARE
     if run.role == schema.Role.CONTROL and matrix.runtime.keep_checkpoints:

@@ -198,6 +198,20 @@ class TestFromRuns:
         write_study(tmp_path, spoil={1: {"spec": {"precision": {"recipe": "x"}, "replica_kind": "rerun"}}})
         assert judged(tmp_path).verdicts[0].outcome is not Outcome.INVALID
 
+    @pytest.mark.parametrize(
+        ("split", "outcome"),
+        [({"train_tokens": 9}, Outcome.EQUIVALENT), ({"train_tokens": 8}, Outcome.INVALID)],
+    )
+    def test_the_split_is_shared_by_pairs_that_recorded_it(self, tmp_path, split, outcome):
+        write_study(tmp_path, spoil={1: {"manifest": {"data_split": split}}})
+        assert judged(tmp_path).verdicts[0].outcome is Outcome.EQUIVALENT  # the control is of before
+        for path in tmp_path.rglob(f"*bf16-s1*/{schema.MANIFEST_FILE}"):
+            document = json.loads(path.read_text())
+            path.write_text(json.dumps({**document, "data_split": {"train_tokens": 9}}))
+        told = judged(tmp_path).verdicts[0]
+        assert told.outcome is outcome
+        assert outcome is Outcome.EQUIVALENT or "data_split.train_tokens: 9 != 8" in why(told)
+
     def test_a_parent_may_have_been_moved(self, tmp_path):
         fork = {"fork_from": {"run": "../a", "step": 5}, "parent": {"weights_sha256": "w"}}
         for name, moved, outcome in (

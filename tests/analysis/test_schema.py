@@ -23,8 +23,14 @@ def test_run_directory() -> None:
         "finished_at",
         "wall_seconds", "resumes", "throughput_tokens_per_s", "model", "notes",
     )  # fmt: skip
-    assert schema.SPEC_OPTIONAL_KEYS == ("probe", "keep_checkpoints", "parent_checkpoint", "checkpoint_share")
-    assert schema.MANIFEST_OPTIONAL_KEYS == ("alerts", "phases", "seconds_by_stage", "probed")
+    assert schema.SPEC_OPTIONAL_KEYS == (
+        "probe",
+        "keep_checkpoints",
+        "parent_checkpoint",
+        "checkpoint_share",
+        "data_split",
+    )
+    assert schema.MANIFEST_OPTIONAL_KEYS == ("alerts", "phases", "seconds_by_stage", "probed", "data_split")
     assert schema.CURVE_OPTIONAL_COLUMNS == ("precision",)
     assert schema.CURVE_COLUMNS == (
         "step", "tokens", "train_loss", "grad_norm", "lr", "step_time", "batch_digest",

@@ -140,6 +140,26 @@ def test_missing_and_broken_side_files(tmp_path: Path) -> None:
         open_tokens(path)
 
 
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (
+            {"dtype": "uint32"},
+            r"c.bin: has \d+ bytes, but \d+ tokens of uint32 take \d+ .*put both files back",
+        ),
+        ({"n_tokens": 10**6}, r"c.bin: has \d+ bytes, but 1000000 tokens of uint16 take 2000000"),
+        ({"dtype": "float16"}, "dtype is 'float16', expected uint16 or uint32"),
+    ],
+)
+def test_the_side_file_fits_the_tokens(tmp_path: Path, change: dict[str, object], said: str) -> None:
+    path = tmp_path / "c.bin"
+    pack_bytes([b"document %d" % i for i in range(50)], path, held_out_fraction=0.3, source="x")
+    document = json.loads(side_file(path).read_text())
+    side_file(path).write_text(json.dumps({**document, **change}))
+    with pytest.raises(UsageError, match=said):
+        open_tokens(path)
+
+
 def test_empty_corpus_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="0 training and 0 held-out documents"):
         pack_bytes([], tmp_path / "x.bin", held_out_fraction=0.1, source="nothing")

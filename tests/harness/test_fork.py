@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from fp8parity.model import DecoderLM, parameters_digest
 from fp8parity.own_spec import HfModelSpec
 from fp8parity.plan import plan_document
 from fp8parity.study_run import run_study
+from fp8parity.token_meta import read_meta
 from fp8parity_analysis import schema
 from fp8parity_analysis.json_files import read_json, write_json
 from fp8parity_analysis.mlflow_content import params_of
@@ -402,3 +404,18 @@ def test_a_study_of_parents_is_trained_and_not_judged(
     fork.kept_file(next((tmp_path / "out" / "runs").glob("*-s1-*")), AT).unlink()
     with pytest.raises(Fp8ParityError, match=f"no checkpoint of step {AT} was kept"):
         run_study(path, tmp_path / "out", slots=1, any_verdict=False)
+
+
+def test_a_fork_reads_the_split_of_its_parent(tmp_path: Path, corpus: Path) -> None:
+    meta = read_meta(corpus)
+    run_dir = tmp_path / "parent"
+    run_dir.mkdir()
+    checkpoint = fork.kept_file(run_dir, 5)
+    write_json(run_dir / schema.SPEC_FILE, {})
+    study.require_same_split(checkpoint, meta)  # a parent of before says nothing of it
+    write_json(run_dir / schema.SPEC_FILE, {schema.DATA_SPLIT: meta.reading})
+    study.require_same_split(checkpoint, meta)
+    with pytest.raises(
+        UsageError, match=r"data: train_tokens is 7, and was \d+ when the parent parent was trained"
+    ):
+        study.require_same_split(checkpoint, replace(meta, train_tokens=7))

@@ -411,3 +411,25 @@ def test_recorder_counts_steps_not_micro_batches(lay_out: LayOut) -> None:
     runner.train(run_dir)
     curve = read_run(run_dir).curve
     assert list(curve["tokens"]) == [64 * step for step in range(1, 6)]
+
+
+def test_how_matmuls_round_is_not_left_to_the_environment() -> None:
+    code = (
+        "import json, sys, torch; from fp8parity import runner; from fp8parity.spec import RunSpec;"
+        "before = torch.backends.cuda.matmul.allow_tf32;"
+        "runner._prepare_process(RunSpec.model_validate(json.loads(sys.argv[1])));"
+        "print(before, torch.backends.cuda.matmul.allow_tf32, torch.get_float32_matmul_precision())"
+    )
+    spec = {
+        "model": {"preset": "0.7m"}, "data": {}, "optim": {"lr": 0.1}, "precision": {"recipe": "bf16"}, "seed": 0,
+        "train": {"steps": 2, "batch_size": 2, "context": 8, "eval_every": 1},
+    }  # fmt: skip
+    environment = {**os.environ, "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", code, json.dumps(spec)],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=environment,
+    )
+    assert done.stdout.split() == ["True", "False", "highest"]

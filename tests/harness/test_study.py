@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -37,7 +38,13 @@ def test_layout(lay_out: LayOut, tmp_path: Path) -> None:
     assert document["criteria_at_launch"] == study.launch_digest(criteria)
     for path in dirs.values():
         spec = read(path / schema.SPEC_FILE)
-        assert tuple(spec) == (*schema.SPEC_KEYS, "probe", "data_sha256", "checkpoint_share")
+        assert tuple(spec) == (
+            *schema.SPEC_KEYS,
+            "probe",
+            "data_sha256",
+            schema.DATA_SPLIT,
+            "checkpoint_share",
+        )
         assert (path / str(spec["data_path"])).resolve().exists()
 
 
@@ -235,6 +242,51 @@ def test_python_sources_are_packed_once(write_recipe: WriteRecipe, tmp_path: Pat
         study.lay_out(plan, tmp_path / "s")
         assert read_meta(token_file).sha256 == file_sha256(token_file)
         assert token_file.read_bytes() == packed
+
+
+def move_the_split(corpus: Path, folder: Path) -> Path:
+    """Copy the corpus into `folder` and return it; `edit_split` of it leaves the .bin as it is."""
+    for path in (corpus, side_file(corpus)):
+        shutil.copy(path, folder / f"own-{path.name}")
+    return folder / f"own-{corpus.name}"
+
+
+def edit_split(token_file: Path) -> None:
+    document = json.loads(side_file(token_file).read_text())
+    side_file(token_file).write_text(json.dumps({**document, "train_tokens": document["n_tokens"] // 2}))
+
+
+@pytest.mark.parametrize("begun", [schema.CURVE_STREAM, schema.MANIFEST_FILE])
+def test_the_split_is_that_of_the_runs_begun(
+    lay_out: LayOut, corpus: Path, tmp_path: Path, begun: str
+) -> None:
+    own = move_the_split(corpus, tmp_path)
+    changes = {"base": {"data": {"path": own.name}}}
+    run_dir = lay_out(changes)["bf16-0"]
+    spec = read(run_dir / schema.SPEC_FILE)
+    assert spec[schema.DATA_SPLIT] == read_meta(own).reading
+    (run_dir / begun).write_text(json.dumps(spec) + "\n")
+    edit_split(own)
+    with pytest.raises(
+        UsageError, match=r"own-corpus.json: train_tokens is \d+, and was \d+ when d32l3-s0-bf16-\w+ of"
+    ):
+        lay_out(changes)
+    older = {key: value for key, value in spec.items() if key != schema.DATA_SPLIT}
+    for name in (begun, schema.SPEC_FILE):
+        (run_dir / name).write_text(json.dumps(older))
+    lay_out(changes)  # a run of before has no record of it
+
+
+def test_a_worker_reads_the_split_it_was_laid_out_with(lay_out: LayOut, corpus: Path, tmp_path: Path) -> None:
+    from fp8parity import runner
+
+    own = move_the_split(corpus, tmp_path)
+    run_dir = lay_out({"base": {"data": {"path": own.name}}})["bf16-0"]
+    edit_split(own)
+    with pytest.raises(
+        UsageError, match=r"own-corpus.json: train_tokens is \d+, and was \d+ when this run was laid"
+    ):
+        runner.train(run_dir)
 
 
 def test_lock_keeps_a_second_launcher_out(tmp_path: Path) -> None:
