@@ -202,7 +202,7 @@ class TestNullArm:
         copy = table[table.arm == "bf16"].assign(arm="bf16_null")
         told = of(pd.concat([table, copy])).verdicts[1]
         assert (told.outcome, told.gate) == (Outcome.IDENTICAL, Gate.PASS)
-        assert any("deterministic" in reason for reason in told.reasons)
+        assert any("no run-to-run noise" in reason for reason in told.reasons)
 
     def test_only_a_null_arm_is_a_study_too(self):
         table = study(n=3)
