@@ -13,6 +13,7 @@ from fp8parity_analysis.svg import colour, to_svg
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from fp8parity_analysis.history import Night
     from fp8parity_analysis.history_findings import Tracked
 
 SHOWN_NIGHTS = 60
@@ -51,13 +52,10 @@ def trend(tracked: Tracked, name: str, key: str) -> str:
                 [at[t]], [item.value * factor], marker, color=colour(role), markersize=size, markeredgewidth=0
             )
     for t in nights[1:]:
-        changed = {item.what for item in changes_between(tracked.nights[t - 1], tracked.nights[t])}
-        if (
-            changed
-        ):  # the commit of a checkout may change every night: a short mark, so that a version stands out
-            top = 0.08 if changed == {"commit"} else 1.0
+        height = mark_height(tracked.nights[t - 1], tracked.nights[t])
+        if height:
             place = (at[t - 1] + at[t]) / 2
-            axes.axvline(place, ymax=top, color=colour("muted"), linewidth=1.2, zorder=0)
+            axes.axvline(place, ymax=height, color=colour("muted"), linewidth=1.2, zorder=0)
     _dress(
         axes,
         list(at.values()),
@@ -65,6 +63,17 @@ def trend(tracked: Tracked, name: str, key: str) -> str:
         "%" if factor != 1 else _unit(series),
     )
     return to_svg(figure, key, f"{series.title} over the last {len(nights)} nights")
+
+
+def mark_height(before: Night, after: Night) -> float:
+    """Return the height of the mark between two nights as a share of the picture, 0 where nothing changed.
+
+    The commit of a checkout may change every night: alone it has a short mark, so that a version stands out.
+    """
+    changed = {item.what for item in changes_between(before, after)}
+    if not changed:
+        return 0.0
+    return 0.08 if changed == {"commit"} else 1.0
 
 
 def places(names: Sequence[str]) -> list[float]:

@@ -205,6 +205,15 @@ def test_the_page_ties_numbers_to_their_unit() -> None:
     assert " %" not in heading[1]
 
 
+def test_a_commit_alone_has_a_short_mark_beside_that_of_a_version() -> None:
+    night = sim.records(base())[0]
+    facts = [night.facts, {**night.facts, "commit": "2"}, {**night.facts, "commit": "2", "torch": "9"}]
+    nights = [replace(night, facts=item) for item in facts]
+    assert nightly_trend.mark_height(nights[0], nights[0]) == 0.0
+    assert 0.0 < nightly_trend.mark_height(nights[0], nights[1]) < 0.2
+    assert nightly_trend.mark_height(nights[1], nights[2]) == 1.0
+
+
 def test_nights_are_placed_by_date() -> None:
     names = ["2025-01-30", "2025-02-02", "2025-02-02.2", "2025-02-03"]
     at = nightly_trend.places(names)
