@@ -13,9 +13,10 @@ from torch.utils.checkpoint import checkpoint
 from fp8parity.casts import GEMMS, RECIPES
 from fp8parity.layer_policy import LayerDecision, LayerPlan
 from fp8parity.precision import reference, torchao_float8
+from fp8parity.precision.bf16 import use_fp32_accumulation
 from fp8parity.precision.comparison import compare, compare_compiled
 from fp8parity.precision.effective import accumulation_differences, effective_differences
-from fp8parity.precision.execution import ExecutionRecord, StepCount, count_step, observe
+from fp8parity.precision.execution import FP8_GEMM_OPS, ExecutionRecord, StepCount, count_step, observe
 from fp8parity.spec import PrecisionSpec
 
 if TYPE_CHECKING:
@@ -170,6 +171,70 @@ def test_a_bf16_evaluation_of_an_fp8_arm_is_compared_as_such() -> None:
         "up: declared BF16, but 1 FP8 GEMMs ran in evaluation",
         "down: declared BF16, but 1 FP8 GEMMs ran in evaluation",
     ]
+
+
+class PartlyFloat32(nn.Module):
+    """Autocast is switched off around the first of two linears."""
+
+    def __init__(self, first: nn.Linear) -> None:
+        super().__init__()
+        self.a, self.b = first, nn.Linear(32, 32, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            x = self.a(x.float())
+        out: Tensor = self.b(x)
+        return out
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_a_linear_that_computes_in_float32_is_a_difference(fp8: bool, accumulate: bool) -> None:
+    model = PartlyFloat32(nn.Linear(32, 32, bias=False))
+    if fp8:
+        reference.convert(model.a, precision("rowwise"))
+    if accumulate:
+        use_fp32_accumulation(model)
+    plan = plan_of(("a",) if fp8 else (), ("a", "b"))
+    differences = compare(observe(model, *steps(model)), plan, "rowwise" if fp8 else "bf16")
+    assert [d.split(", declared bfloat16 (train.compute)")[0] for d in differences] == [
+        "a: computes in float32 in training",
+        "a: computes in float32 in evaluation",
+    ]
+    assert all("precision.exclude" in d for d in differences)
+
+
+class Float32Linear(nn.Linear):
+    """A forward of its own: never FP8, and so the same in every arm."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            return nn.functional.linear(input.float(), self.weight).bfloat16().float()
+
+
+def test_what_a_linear_of_ones_own_computes_in_is_its_own() -> None:
+    model = PartlyFloat32(Float32Linear(32, 32, bias=False))
+    assert compare(observe(model, *steps(model)), plan_of((), ("a", "b")), "bf16") == []
+    model.a = nn.Linear(32, 32, bias=False)
+    model.a.forward = partial(Float32Linear.forward, model.a)  # type: ignore[method-assign]
+    assert compare(observe(model, *steps(model)), plan_of((), ("a", "b")), "bf16") == []
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_bf16_parameters_without_autocast_are_the_declared_compute(accumulate: bool) -> None:
+    model = Mlp(checkpointing=True).bfloat16()
+    if accumulate:
+        use_fp32_accumulation(model)
+    x = torch.randn(16, 32).bfloat16()
+    record = observe(model, lambda: model(x).float().square().mean().backward())
+    assert record.layer("up", "train").computed == ("bfloat16",)
+    assert compare(record, plan_of(()), "bf16", checkpointing=True) == []
+
+
+def test_every_fp8_product_that_torch_has_is_counted() -> None:
+    names = {f"aten::{name}" for name in dir(torch.ops.aten) if name.startswith("_scaled") and "mm" in name}
+    assert names <= set(FP8_GEMM_OPS)
+    assert {"aten::_scaled_grouped_mm"} <= names
 
 
 # --- effective arithmetic ----------------------------------------------------------------------------------

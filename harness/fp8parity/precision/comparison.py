@@ -12,6 +12,9 @@ if TYPE_CHECKING:
     from fp8parity.layer_policy import LayerPlan
     from fp8parity.precision.execution import ExecutionRecord, LayerExecution, Phase, StepCount
 
+COMPUTE = "bfloat16"
+"""What every linear computes in under either value of `train.compute`, unless a forward of its own says otherwise."""
+
 
 def compare(
     record: ExecutionRecord,
@@ -93,16 +96,30 @@ def _layer(entry: LayerExecution, casts: RecipePlan | None) -> list[str]:
     where = "training" if entry.phase == "train" else "evaluation"
     if casts is None:
         ran = sum(n for _, n in entry.fp8)
-        return [f"{entry.fqn}: declared BF16, but {ran} FP8 GEMMs ran in {where}"] if ran else []
+        if ran:
+            return [f"{entry.fqn}: declared BF16, but {ran} FP8 GEMMs ran in {where}"]
+        return list(_dtype(entry, where))
     calls = entry.calls + entry.recomputed
     if calls == 0:
         return [f"{entry.fqn}: converted, but its forward was never executed in {where}"]
-    differences = _forward(entry, where)
+    differences = [*_dtype(entry, where), *_forward(entry, where)]
     if entry.phase == "train":
         differences += _backward(entry, casts)
     for gemm in GEMMS:
         differences += _formats(entry, gemm, casts.gemm(gemm), where)
     return differences
+
+
+def _dtype(entry: LayerExecution, where: str) -> Iterator[str]:
+    """Yield a difference when a linear computes in another dtype than `train.compute` says (bfloat16 either way)."""
+    others = [name for name in entry.computed if name != COMPUTE]
+    if others:
+        yield (
+            f"{entry.fqn}: computes in {' and '.join(others)} in {where}, declared {COMPUTE} (train.compute): is "
+            "autocast switched off around it, or its input float64? Let it compute in bfloat16; where another dtype is "
+            "meant in every arm, make it a subclass of nn.Linear with a forward of its own, kept out of FP8 by "
+            "precision.exclude"
+        )
 
 
 def _forward(entry: LayerExecution, where: str) -> list[str]:

@@ -4,7 +4,8 @@ That a layer was converted says nothing about what executes: `nn.MultiheadAttent
 `out_proj`, `nn.TransformerEncoderLayer` takes a fused path in evaluation, a recomputation may leave FP8. So
 one step is run uncompiled under `torch.profiler`, and every operator that multiplies FP8 codes is attributed
 to a layer: in the forward pass by the named range it runs in, in the backward pass by the autograd sequence
-number of the node that the layer's forward created. Layers are marked by replacing `forward` on the
+number of the node that the layer's forward created. The dtype that each linear computes in is read from its
+output. Layers are marked by replacing `forward` on the
 instance, not by hooks: hooks would switch the fused path off and change what is observed.
 """
 
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -20,6 +21,8 @@ from torch import Tensor, nn
 from torch.profiler import record_function
 
 from fp8parity.casts import GEMMS, Gemm
+from fp8parity.precision.bf16 import Fp32AccumulateLinear
+from fp8parity.precision.casts_of import casts_of
 from fp8parity.precision.profile_events import Event, profiled_events
 from fp8parity.precision.reference import SCALED_MM
 
@@ -28,8 +31,14 @@ if TYPE_CHECKING:
 
 Phase = Literal["train", "eval"]
 
-FP8_GEMM_OPS = ("aten::_scaled_mm", "aten::_scaled_mm_v2", SCALED_MM)
-"""Operators that multiply FP8 codes: torch's two, and the reference backend's."""
+FP8_GEMM_OPS = (
+    "aten::_scaled_mm",
+    "aten::_scaled_mm_v2",
+    "aten::_scaled_grouped_mm",
+    "aten::_scaled_grouped_mm_v2",
+    SCALED_MM,
+)
+"""Operators that multiply FP8 codes: torch's, and the reference backend's."""
 
 _RANGE = "fp8parity.layer/"
 _COMPILED = "Torch-Compiled Region"  # the range in which torch runs each piece of compiled code
@@ -42,7 +51,7 @@ class LayerExecution:
 
     `calls` of its forward outside and `recomputed` inside a backward pass; FP8 GEMMs by role, with the
     operand formats seen (`left x right`, sorted); whether input and weight wanted a gradient in the last
-    call.
+    call. `computed`: the dtypes that its calls computed in, sorted; empty for a linear with a forward of its own.
     """
 
     fqn: str
@@ -53,6 +62,7 @@ class LayerExecution:
     formats: tuple[tuple[Gemm, tuple[str, ...]], ...]
     input_wants_grad: bool
     weight_wants_grad: bool
+    computed: tuple[str, ...] = ()
 
     def count(self, gemm: Gemm) -> int:
         """Return how many FP8 GEMMs of this role ran."""
@@ -89,17 +99,37 @@ class ExecutionRecord:
 # --- instrumentation ---------------------------------------------------------------------------------------
 
 
+@dataclass
+class _Seen:
+    """What is read at a linear's calls: who wants a gradient in the last one, and the dtypes they computed in."""
+
+    wants: dict[str, tuple[bool, bool]] = field(default_factory=dict)
+    computed: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
+
+
+def _output_tells_dtype(module: nn.Module) -> bool:
+    """Whether the output has the dtype that the GEMM computes in: a forward of the user's own may cast it."""
+    if isinstance(module, Fp32AccumulateLinear) or casts_of(module) is not None:
+        return True
+    return type(module).forward is nn.Linear.forward and "forward" not in vars(module)
+
+
 @contextmanager
-def _marked(linears: Mapping[str, nn.Module], wants: dict[str, tuple[bool, bool]]) -> Iterator[None]:
+def _marked(linears: Mapping[str, nn.Module], seen: _Seen) -> Iterator[None]:
     """Run every linear's forward in a profiler range of its name; undone at the end."""
 
     def marked(fqn: str, module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+        tells = _output_tells_dtype(module)
+
         def run(*args: Any, **kwargs: Any) -> Any:
             grads = [torch.is_grad_enabled() and isinstance(t, Tensor) and t.requires_grad
                      for t in ((*args, *kwargs.values())[0], module.weight)]  # fmt: skip
-            wants[fqn] = (grads[0], grads[1])
+            seen.wants[fqn] = (grads[0], grads[1])
             with record_function(_RANGE + fqn):
-                return forward(*args, **kwargs)
+                output = forward(*args, **kwargs)
+            if tells:
+                seen.computed[fqn].add(str(output.dtype).removeprefix("torch."))
+            return output
 
         return run
 
@@ -234,22 +264,23 @@ def observe(
     phases: list[tuple[Phase, Callable[[], object]]] = [("train", train_step)]
     phases += [("eval", evaluate)] if evaluate is not None else []
     for phase, step in phases:
-        wants: dict[str, tuple[bool, bool]] = {}
-        with torch.compiler.set_stance("force_eager"), _marked(linears, wants):
+        seen = _Seen()
+        with torch.compiler.set_stance("force_eager"), _marked(linears, seen):
             events = profiled_events(step)
         tally = _read(events, {n: (m.out_features, m.in_features) for n, m in linears.items()})
         order = [*tally.order, *(n for n in linears if n not in tally.order)]
-        layers += [_layer(fqn, phase, tally, wants.get(fqn, (False, False))) for fqn in order]
+        layers += [_layer(fqn, phase, tally, seen) for fqn in order]
         stray += [(phase, name, n) for name, n in sorted(tally.stray.items())]
     return ExecutionRecord(tuple(layers), tuple(stray))
 
 
-def _layer(fqn: str, phase: Phase, tally: _Tally, wants: tuple[bool, bool]) -> LayerExecution:
-    seen = tally.gemms.get(fqn, [])
-    counts = tuple((g, sum(1 for s, _ in seen if s == g)) for g in GEMMS)
-    formats = tuple((g, tuple(sorted({f for s, f in seen if s == g}))) for g in GEMMS)
+def _layer(fqn: str, phase: Phase, tally: _Tally, seen: _Seen) -> LayerExecution:
+    gemms = tally.gemms.get(fqn, [])
+    counts = tuple((g, sum(1 for s, _ in gemms if s == g)) for g in GEMMS)
+    formats = tuple((g, tuple(sorted({f for s, f in gemms if s == g}))) for g in GEMMS)
     calls, recomputed = tally.calls.get(fqn, 0), tally.recomputed.get(fqn, 0)
-    return LayerExecution(fqn, phase, calls, recomputed, counts, formats, *wants)
+    wants, computed = seen.wants.get(fqn, (False, False)), tuple(sorted(seen.computed.get(fqn, ())))
+    return LayerExecution(fqn, phase, calls, recomputed, counts, formats, *wants, computed)
 
 
 @dataclass(frozen=True)
