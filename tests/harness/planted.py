@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -36,6 +37,16 @@ def sound(gemm: GemmPlan, left: Tensor, right: Tensor) -> Tensor:
         return left.float() @ right.float().t()
     (a, s), (b, t) = codes_and_scale(left, gemm.left), codes_and_scale(right, gemm.right)
     return (a / s) @ (b / t).t()
+
+
+def nan_lost(gemm: GemmPlan, left: Tensor, right: Tensor) -> Tensor:
+    """Take the amax with a maximum that passes NaN over, and clamp so, as torchao's block-scaled kernels did."""
+    return sound(gemm, *(x.nan_to_num(nan=0.0, posinf=math.inf, neginf=-math.inf) for x in (left, right)))
+
+
+def nan_spread(gemm: GemmPlan, left: Tensor, right: Tensor) -> Tensor:
+    result = sound(gemm, left, right)
+    return result if result.isfinite().all() else torch.full_like(result, math.nan)
 
 
 class _Gemms(torch.autograd.Function):

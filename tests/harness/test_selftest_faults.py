@@ -111,6 +111,18 @@ def test_saturation_missing(recipe: str) -> None:
     assert "not finite: those that read the largest scaled elements" in report.faults[0].words
 
 
+@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
+def test_a_nan_that_becomes_a_finite_number(recipe: str) -> None:
+    report = examine(Planted(recipe, planted.nan_lost, ("output", "grad_weight")))
+    assert_named(report, "nan-lost", ("output", "grad_weight"))
+    assert "of the results are finite; case: one nan: input" in report.faults[0].text
+
+
+def test_a_nan_that_reaches_more_than_its_group() -> None:
+    report = examine(Planted("rowwise", planted.nan_spread, ("grad_input",)))
+    assert_named(report, "nan-spread", ("grad_input",))
+
+
 @pytest.mark.parametrize("recipe", ["rowwise"])
 def test_a_gemm_that_is_not_quantised(recipe: str) -> None:
     assert_named(

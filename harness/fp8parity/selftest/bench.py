@@ -16,7 +16,7 @@ from fp8parity.selftest.operands import Operands, reduced
 from fp8parity.selftest.report import Fault, Outcome, Row
 from fp8parity.selftest.subject import GemmUnderTest, Results, run
 
-CONSEQUENCES = ("unexplained", "batch-dependent", "lost-micro-batch")
+CONSEQUENCES = ("unexplained", "batch-dependent", "lost-micro-batch", "nan-lost", "nan-spread")
 """Faults that another one of the same GEMM brings about."""
 
 Diagnose = Callable[["Bench", "Failure"], Fault]

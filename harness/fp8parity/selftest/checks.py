@@ -15,6 +15,7 @@ from fp8parity.selftest.operands import (
     SQUARE,
     Operands,
     gaussian,
+    non_finite_cases,
     reduced,
     shapes,
     special_cases,
@@ -63,6 +64,24 @@ def special_values(bench: Bench, *, quick: bool) -> None:
         results = bench.run(operands)
         for gemm in GEMMS:
             bench.against_reference("special values", case, gemm, operands, results[gemm])
+
+
+def non_finite(bench: Bench, *, quick: bool) -> None:
+    """One inf or NaN in an operand: every result that reads its scaling group is not finite, and no other."""
+    base = gaussian(SQUARE, bench.device, 1003)
+    for case, operands in non_finite_cases(base, quick=quick):
+        results = bench.run(operands)
+        for gemm in GEMMS:
+            left, right = (~x.isfinite().all(1) for x in quantised_pair(bench.plan, gemm, operands))
+            wanted, found = left[:, None] | right, ~results[gemm].isfinite()
+            lost, spread = wanted & ~found, found & ~wanted
+            wrong = (lost | spread).double().mean().item()
+            bench.add("inf and NaN", case, gemm, wrong, 0.0, "fault" if wrong else "right", unit="share")
+            shares = [f"{mask.double().mean().item():.1%} of the results are" for mask in (lost, spread)]
+            if lost.any():
+                bench.name(Fault("nan-lost", gemm, case, f"{shares[0]} finite"))
+            elif spread.any():
+                bench.name(Fault("nan-spread", gemm, case, f"{shares[1]} not finite"))
 
 
 def cast_source(bench: Bench) -> None:

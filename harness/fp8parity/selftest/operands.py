@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -130,6 +131,21 @@ def special_cases(base: Operands, *, quick: bool) -> list[tuple[str, Operands]]:
         ("huge 2^60", mapped(small, _scaled(2.0**60), "input")),
         ("near bf16's maximum", mapped(small, _near_maximum, "input")),
     ]
+
+
+def non_finite_cases(base: Operands, *, quick: bool) -> list[tuple[str, Operands]]:
+    """Return (case, operands) with one NaN, and unless `quick` one inf, in one operand each."""
+
+    def placed(value: float) -> Callable[[Tensor], Tensor]:
+        def place(x: Tensor) -> Tensor:
+            x[x.shape[0] // 3, x.shape[1] // 5] = value
+            return x
+
+        return place
+
+    values = (math.nan,) if quick else (math.nan, math.inf)
+    names = ("input", "weight", "grad_output")
+    return [(f"one {value}: {name}", mapped(base, placed(value), name)) for value in values for name in names]
 
 
 def wide_rows(base: Operands, gemm: Gemm) -> Operands:

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from fp8parity.errors import EXIT_INVALID
 
-SELFTEST_VERSION = 1
+SELFTEST_VERSION = 2
 """Raised when a check is added or a bound changes: a stored result of another version is not reused."""
 
 GEMM_NAMES = ("output", "grad_input", "grad_weight")
@@ -35,6 +35,8 @@ CAUSES: dict[str, str] = {
     "not-repeatable": "the same GEMM repeated differs by more than its sum can explain",
     "does-not-run": "the kernel raises an error",
     "not-finite": "results are not finite although every operand is",
+    "nan-lost": "an inf or NaN in an operand becomes finite numbers: a diverged run would train on",
+    "nan-spread": "an inf or NaN in an operand reaches results that do not read its scaling group",
     "unexplained": "no known fault reproduces these numbers",
 }
 """Every fault a selftest can name, and what it means."""
@@ -42,7 +44,10 @@ CAUSES: dict[str, str] = {
 
 @dataclass(frozen=True)
 class Row:
-    """One measurement. `unit`: dB (more is better) or share (of the typical size; less is better, 0: bit-equal)."""
+    """One measurement. `unit`: dB (more is better) or share (less is better).
+
+    A share is of the typical size, 0: bit-equal; in "inf and NaN" it is that of the wrong results.
+    """
 
     check: str
     case: str

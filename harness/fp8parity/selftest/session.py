@@ -37,6 +37,8 @@ def _steps(*, quick: bool) -> list[Callable[[Bench], None]]:
         invariance.other_rows,
         invariance.accumulation,
         invariance.updated_weight,
+        # last: what another fault does to a NaN is no second one
+        lambda bench: checks.non_finite(bench, quick=quick),
     ]
 
 
@@ -111,7 +113,7 @@ def _refusal(precision: PrecisionSpec, device: torch.device, *, compiled: bool) 
     if precision.backend == "torchao_blockwise" and device.type == "cpu":
         problems.append("needs an NVIDIA GPU of compute capability 9.0; on a CPU only its emulation runs")
     needed = (8, 9) if precision.recipe == "tensorwise" else (9, 0)
-    if device.type == "cuda" and precision.backend == "torchao_float8" and torch.version.hip is None:
+    if device.type == "cuda" and precision.backend == "torchao_float8":
         found = torch.cuda.get_device_capability(device)
         if found < needed:
             problems.append(
