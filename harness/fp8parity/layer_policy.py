@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from fp8parity.errors import UsageError
+from fp8parity.precision_rules import FP8_GEMMS
 from fp8parity.shapes import LinearShape
 from fp8parity.spec import PrecisionSpec
 
@@ -27,7 +28,11 @@ class LayerDecision:
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """The decision for every linear in execution order; `fp8_flop_share` is FP8's share of the linears' FLOPs."""
+    """The decision for every linear in execution order.
+
+    `fp8_flop_share` is FP8's share of the FLOPs of all linears' three GEMMs, those of a converted linear that its
+    recipe keeps in high precision not among them.
+    """
 
     decisions: tuple[LayerDecision, ...]
     fp8_flop_share: float
@@ -104,6 +109,11 @@ def resolve(shapes: Sequence[LinearShape], precision: PrecisionSpec) -> LayerPla
     Raises `UsageError` when a pattern matches nothing, or when an FP8 recipe leaves no linear in FP8.
     """
     ordered = sorted(shapes, key=lambda s: s.order)
+    if not precision.is_bf16 and not any(s.runs for s in ordered):
+        raise UsageError(
+            f"precision.recipe: {precision.recipe} has nothing to put in FP8: the model calls the forward of none of "
+            f"its {len(ordered)} nn.Linear; let it call them (not F.linear with their weights), or leave only bf16"
+        )
     fqns = [s.fqn for s in ordered]
     _check_patterns("include", precision.include, fqns)
     _check_patterns("exclude", precision.exclude, fqns)
@@ -115,8 +125,10 @@ def resolve(shapes: Sequence[LinearShape], precision: PrecisionSpec) -> LayerPla
     )
     if not precision.is_bf16 and not any(d.fp8 for d in decisions):
         raise UsageError(_nothing_left(ordered, precision))
+    # each of a linear's three GEMMs takes 2 M K N
     flops = [s.k * s.n if s.runs else 0 for s in ordered]
-    share = sum(f for f, d in zip(flops, decisions, strict=True) if d.fp8) / sum(flops)
+    converted = sum(f for f, d in zip(flops, decisions, strict=True) if d.fp8)
+    share = FP8_GEMMS[precision.recipe] / 3 * converted / sum(flops) if converted else 0.0
     return LayerPlan(decisions, share)
 
 

@@ -17,6 +17,16 @@ BACKEND_RECIPES: dict[str, tuple[str, ...]] = {
 }
 """What each backend executes; `reference` emulates all, the others run a kernel's own arithmetic."""
 
+FP8_GEMMS: dict[str, int] = {
+    "bf16": 0,
+    "tensorwise": 3,
+    "rowwise": 3,
+    "rowwise_with_gw_hp": 2,
+    "blockwise": 3,
+    "blockwise_requant": 3,
+}
+"""How many of a converted linear's three GEMMs each recipe multiplies in FP8: `casts.RECIPES`, which needs torch."""
+
 JITTER_RANGE = (0.85, 1.0)
 """Half-open range of the grid constant of a jittered replica; below 1, so that nothing new saturates."""
 

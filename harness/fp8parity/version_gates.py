@@ -22,6 +22,11 @@ EMULATED_TWICE = "blockwise_requant"
 2 ulp that a compiled fp32 division may be off on CUDA decide. On an H200 0.2 % of a weight gradient's entries were
 beyond what the exact arithmetic allows; with a float64 division Inductor of torch 2.11 compiles nothing."""
 
+AMD_REFUSED = (
+    "precision.backend: {backend} is not supported on AMD GPUs (ROCm): MI300 multiplies float8_e4m3fnuz, whose casts "
+    "are not those of any recipe here; write backend: reference, which emulates e4m3fn and e5m2 on any device"
+)
+
 _ROWWISE = ("rowwise", "rowwise_with_gw_hp")
 
 
@@ -62,6 +67,8 @@ def precision_problems(
             "on CUDA: a compiled division is off by up to 2 ulp, and elements cast twice lie on ties; "
             "write compile: off"
         )
+    if device_type == "cuda" and precision.backend != "reference" and "rocm" in versions["torch"]:
+        problems.append(AMD_REFUSED.format(backend=precision.backend))
     miscompiles = device_type == "cuda" and compiled
     if miscompiles and torch >= MISCOMPILING_TORCH and torchao is not None and torchao < PATCHED_TORCHAO:
         problems.append(

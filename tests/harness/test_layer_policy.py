@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -67,17 +68,29 @@ def test_patterns() -> None:
     )
 
 
-def test_reasons_and_flop_share() -> None:
+@pytest.mark.parametrize(("recipe", "fp8_gemms"), [("rowwise", 3), ("rowwise_with_gw_hp", 2)])
+def test_reasons_and_flop_share(recipe: str, fp8_gemms: int) -> None:
     plan = resolve(
-        SHAPES, PrecisionSpec.model_validate({"recipe": "rowwise", "keep_first": 4, "exclude": ["*.o_proj"]})
+        SHAPES, PrecisionSpec.model_validate({"recipe": recipe, "keep_first": 4, "exclude": ["*.o_proj"]})
     )
     reasons = {d.fqn: d.reason for d in plan.decisions}
     assert reasons["blocks.0.attn.q_proj"] == "among the first 4 (gemm)"
     assert reasons["blocks.1.attn.o_proj"] == "precision.exclude '*.o_proj'"
     assert reasons["head"] == "output head"
-    assert reasons["blocks.1.attn.q_proj"] == "rowwise"
+    assert reasons["blocks.1.attn.q_proj"] == recipe
     flops = {s.fqn: s.k * s.n for s in SHAPES}
-    assert plan.fp8_flop_share == sum(flops[name] for name in plan.fp8_fqns) / sum(flops.values())
+    converted = sum(flops[name] for name in plan.fp8_fqns)
+    assert plan.fp8_flop_share == pytest.approx(fp8_gemms * converted / (3 * sum(flops.values())), rel=1e-15)
+
+
+def test_a_model_none_of_whose_linears_runs() -> None:
+    shapes = [replace(s, runs=False) for s in SHAPES]
+    plan = resolve(shapes, PrecisionSpec.model_validate({"recipe": "bf16"}))
+    assert (plan.fp8_fqns, plan.fp8_flop_share) == ((), 0)
+    with pytest.raises(UsageError, match="calls the forward of none of its 22 nn.Linear; let it call them"):
+        resolve(shapes, PrecisionSpec.model_validate({"recipe": "rowwise"}))
+    with pytest.raises(UsageError, match="none of its 0 nn.Linear"):
+        resolve([], PrecisionSpec.model_validate({"recipe": "rowwise"}))
 
 
 def test_control_converts_nothing() -> None:

@@ -17,15 +17,15 @@ import torchao
 from torch import Tensor, nn
 
 from fp8parity import precision
-from fp8parity.casts import RECIPES
+from fp8parity.casts import GEMMS, RECIPES
 from fp8parity.errors import UsageError
 from fp8parity.layer_policy import LayerDecision, LayerPlan, resolve
 from fp8parity.model import DecoderLM, initialise
-from fp8parity.precision import table, torchao_blockwise
+from fp8parity.precision import table, torchao_blockwise, torchao_float8
 from fp8parity.precision.comparison import compare
 from fp8parity.precision.execution import observe
 from fp8parity.precision.reference import ReferenceLinear
-from fp8parity.precision_rules import BACKEND_RECIPES, jitter_of, rule_problems
+from fp8parity.precision_rules import BACKEND_RECIPES, FP8_GEMMS, jitter_of, rule_problems
 from fp8parity.shapes import linear_shapes
 from fp8parity.spec import ModelSpec, PrecisionSpec, RunSpec, TrainSpec
 
@@ -295,6 +295,15 @@ def test_the_blockwise_prototype_says_what_it_needs() -> None:
             precision.apply(model, plan_of("0"), p)
 
 
+def test_amd_gpus_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    on_gpu: Any = SimpleNamespace(weight=SimpleNamespace(is_cuda=True))
+    with pytest.raises(UsageError, match="torchao_float8 is not supported on AMD GPUs"):
+        torchao_float8.convert(on_gpu, spec("tensorwise", backend="torchao_float8"))
+    with pytest.raises(UsageError, match="torchao_blockwise is not supported on AMD GPUs"):
+        torchao_blockwise._import_linear()
+
+
 def kernels_like_torchaos() -> SimpleNamespace:
     """The five autotuned kernels of torchao 0.18, with the tiles it tunes over; their module needs triton."""
     groups = [
@@ -375,6 +384,11 @@ def test_a_torchao_that_takes_the_amax_in_another_way_is_refused_by_name() -> No
     source.src = source.src.replace("tl.max(tl.abs(x))", "tl.max(x)")
     with pytest.raises(UsageError, match=f"{name}, this torchao takes .*install torchao 0.18"):
         torchao_blockwise.pass_on_non_finite(kernels)
+
+
+def test_the_fp8_gemms_of_each_recipe_are_counted_as_it_casts() -> None:
+    counted = {name: sum(plan.gemm(g).is_fp8 for g in GEMMS) for name, plan in RECIPES.items()}
+    assert {"bf16": 0, **counted} == FP8_GEMMS
 
 
 def test_every_recipe_has_the_reference_backend() -> None:

@@ -36,6 +36,14 @@ def spec(recipe: str = "rowwise", backend: str = "torchao_float8", compile_mode:
         (("2.13.0+cpu", "0.18.0"), {"recipe": "rowwise"}, "cpu", None),
         (("2.13.0", "0.17.0"), {"compile_mode": "blocks"}, "cuda", "needs torchao >= 0.18, this is 0.17.0"),
         (("2.13.0", "0.17.0"), {"compile_mode": "off"}, "cuda", None),
+        (
+            ("2.13.0+rocm6.4", "0.18.0"),
+            {"recipe": "tensorwise"},
+            "cuda",
+            "not supported on AMD GPUs",
+        ),
+        (("2.13.0+rocm6.4", "0.18.0"), {"recipe": "rowwise", "backend": "reference"}, "cuda", None),
+        (("2.13.0+rocm6.4", "0.18.0"), {"recipe": "rowwise"}, "cpu", None),
         (("2.12.0", "0.17.0"), {"compile_mode": "blocks"}, "cuda", None),
         (("2.13.0", "0.17.0"), {"recipe": "bf16", "compile_mode": "blocks"}, "cuda", None),
         (

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import torch
 
 from fp8parity.casts import GEMMS, RECIPES, CastPlan, Format, Gemm, GemmPlan, Operand, RecipePlan, recipe_plan
+from fp8parity.errors import UsageError
 from fp8parity.precision.reference import ReferenceLinear
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ def casts_of(module: nn.Module) -> LinearCasts | None:
     """Return the casts of a converted linear; None for one that multiplies in high precision.
 
     Understands `ReferenceLinear`, torchao's `Float8Linear` and its block-scaled prototype, and subclasses of them.
+    `UsageError` for FP8 formats that are none of `casts.DTYPES`.
     """
     if isinstance(module, ReferenceLinear):
         return LinearCasts(module.plan, module.weight_cast_source)
@@ -61,6 +63,11 @@ def _torchao_plan(config: Any) -> RecipePlan:
         if one.scaling_type.name == "DISABLED":
             return None
         grain = "row" if one.scaling_granularity.name == "AXISWISE" else "tensor"
+        if one.target_dtype not in _FORMATS:
+            raise UsageError(
+                f"precision: a linear casts {name} to {one.target_dtype}, which no recipe here describes (AMD's fnuz "
+                "formats are not supported); write backend: reference"
+            )
         power_of_two = bool(config.round_scales_to_power_of_2)
         return CastPlan(_FORMATS[one.target_dtype], grain, power_of_two=power_of_two)  # type: ignore[arg-type]
 

@@ -31,6 +31,7 @@ from torch import Tensor, nn
 
 from fp8parity.errors import UsageError
 from fp8parity.precision_rules import require_backend
+from fp8parity.version_gates import AMD_REFUSED
 
 if TYPE_CHECKING:
     from fp8parity.spec import PrecisionSpec
@@ -109,6 +110,8 @@ def pass_on_non_finite(kernels: Any) -> None:
 
 def _import_linear() -> Any:
     """Import torchao's module, which imports Triton at its top; `UsageError` says what is missing."""
+    if torch.version.hip is not None:  # MI300 calls itself compute capability 9.4
+        raise UsageError(AMD_REFUSED.format(backend="torchao_blockwise"))
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0):
         found = "no CUDA device"
         if torch.cuda.is_available():

@@ -10,8 +10,12 @@ from __future__ import annotations
 import warnings
 from typing import TYPE_CHECKING
 
+import torch
+
+from fp8parity.errors import UsageError
 from fp8parity.precision.reference import compute_dtype_of
 from fp8parity.precision_rules import BACKEND_RECIPES, require_backend
+from fp8parity.version_gates import AMD_REFUSED
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -47,8 +51,10 @@ class ComputeCastFloat8Linear(Float8Linear):  # type: ignore[misc]  # torchao sh
 
 
 def convert(linear: nn.Linear, precision: PrecisionSpec) -> nn.Linear:
-    """Return the FP8 linear that shares `linear`'s parameters; `UsageError` for a recipe torchao lacks."""
+    """Return the FP8 linear that shares `linear`'s parameters; `UsageError` for a recipe torchao lacks, and on AMD."""
     require_backend(precision)
+    if linear.weight.is_cuda and torch.version.hip is not None:
+        raise UsageError(AMD_REFUSED.format(backend=precision.backend))
     config = Float8LinearConfig.from_recipe_name(precision.recipe)
     converted: ComputeCastFloat8Linear = ComputeCastFloat8Linear.from_float(linear, config=config)
     converted.weight_cast_source = precision.weight_cast_source
