@@ -235,13 +235,14 @@ def alarms_of(casts: Panel, signals: Mapping[str, Array]) -> Alarms:
         "saturated_frac",
         "nonfinite_count",
         "zero_amax_groups",
+        "group_count",
         "sqnr_db",
         "scale_min",
     )
     for at, step in enumerate(STEPS):
         watch.look(
             {
-                "step": int(step), "kind": TRAINED, **tensor._asdict(),
+                "step": int(step), "kind": TRAINED, **tensor._asdict(), "format": casts.formats[row, at],
                 **{name: float(casts.columns[name][row, at]) for name in names},
             }
             for row, tensor in enumerate(TENSORS)

@@ -2,15 +2,18 @@
 
     saturation   elements are clamped at the format's maximum; value: saturated_frac, limit: 0
     nonfinite    an operand holds an infinity or NaN; value: their count, limit: 0
-    zero_amax    scaling groups are all zeros; value: how many, limit: 0, for a gradient what its first probe had:
-                 the first position of causal attention and masked labels make zero rows there by construction
-    sqnr_drop    the cast's SQNR is 3 dB below the median of its earlier probes; value: SQNR, limit: the median - 3 dB
-    scale_jump   the smallest scale changed more than twofold since the last probe; value: the ratio, limit: 2 or 1/2.
-                 From eight changes on also three times as far, in ln, as in any earlier one; a gradient's scale, which
-                 does that in any run, is not looked at before
+    zero_amax    scaling groups are all zeros; value: their share, limit: 0 for a weight. For inputs and gradients, to
+                 which padding, masked labels, dead units and the first position of causal attention give zero rows by
+                 construction, half of them or twice the largest share of the earlier probes, whichever is more
+    sqnr_drop    the cast's SQNR is 3 dB below the median of its earlier probes, each counted as no more than its format
+                 gives a well-scaled Gaussian: a tensor of few values has more for a while; value: SQNR, limit: the
+                 median - 3 dB
+    scale_jump   the smallest scale changed more than twofold since the last probe, and three times as far, in ln, as in
+                 any earlier one; value: the ratio, limit: what it may be
 
-A rule speaks once for each tensor and run. These are plain thresholds, a reason to look and no finding: how often they
-speak in healthy runs is measured on synthetic ones (`benchmarks/early_warning.py`), not bounded.
+What is measured by a tensor's own past speaks after eight probes of it: while the learning rate warms up, every operand
+moves severalfold in any run. A rule speaks once for each tensor and run. These are plain thresholds, a reason
+to look and no finding: how often they speak in healthy runs is measured (docs/tensor-health.md), not bounded.
 """
 
 from __future__ import annotations
@@ -21,18 +24,24 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
+from fp8parity_analysis.tensor_absolute import format_family
+from fp8parity_analysis.tensor_pictures import BEST_SQNR
 from fp8parity_analysis.tensor_schema import TRAINED
 
+PAST = 8
+"""Earlier probes of a tensor, with a number to compare with, that it is measured by at least."""
+
 SQNR_DROP_DB = 3.0
-SQNR_HISTORY = 3
-"""Earlier probes a median takes at least."""
 
 SCALE_JUMP = 2.0
 """A power-of-two scale that moves by one step is within it."""
 
-USUAL_TIMES = 3.0
-CHANGES = 8
-"""A jump is measured by the tensor's largest earlier change, of so many at least."""
+JUMP_TIMES = 3.0
+"""A jump is so many times as far as the tensor's largest earlier change, in ln."""
+
+ZERO_SHARE = 0.5
+ZERO_TIMES = 2.0
+"""The share of zero groups of an input or gradient is beyond the first, and beyond so many times the largest yet."""
 
 SHOWN = 5
 """Alerts of one probe that are printed; all are kept."""
@@ -72,7 +81,7 @@ class AlertWatch:
         self._sqnr: dict[Tensor, list[float]] = {}
         self._scale: dict[Tensor, float] = {}
         self._changes: dict[Tensor, list[float]] = {}
-        self._zero_groups: dict[Tensor, int] = {}
+        self._zeros: dict[Tensor, list[float]] = {}
         self._said: set[tuple[str, Tensor]] = set()
 
     def look(self, rows: Iterable[Mapping[str, Any]]) -> list[Alert]:
@@ -86,25 +95,29 @@ class AlertWatch:
 
     def _look(self, row: Mapping[str, Any]) -> list[Alert]:
         tensor = (row["fqn"], row["gemm"], row["operand"])
-        found = [*_absolute(row, self._zero_limit(tensor, row))]
-        found += self._sqnr_drop(tensor, row["sqnr_db"])
+        found = [*_absolute(row), *self._zero_amax(tensor, row)]
+        found += self._sqnr_drop(tensor, row["sqnr_db"], BEST_SQNR[format_family(row["format"])])
         found += self._scale_jump(tensor, row["scale_min"])
         new = [item for item in found if (item[0], tensor) not in self._said]
         self._said |= {(rule, tensor) for rule, _, _ in new}
         return [Alert(row["step"], rule, *tensor, value, limit) for rule, value, limit in new]
 
-    def _zero_limit(self, tensor: Tensor, row: Mapping[str, Any]) -> int:
-        if row["operand"] != "grad_output":
-            return 0
-        return self._zero_groups.setdefault(tensor, int(row["zero_amax_groups"]))
+    def _zero_amax(self, tensor: Tensor, row: Mapping[str, Any]) -> list[tuple[str, float, float]]:
+        share = row["zero_amax_groups"] / max(row["group_count"], 1)
+        count, largest = self._zeros.get(tensor, [0, 0.0])
+        self._zeros[tensor] = [count + 1, max(largest, share)]
+        limit = 0.0 if tensor[2] == "weight" else max(ZERO_SHARE, ZERO_TIMES * largest)
+        if share <= limit or (tensor[2] != "weight" and count < PAST):
+            return []
+        return [("zero_amax", share, limit)]
 
-    def _sqnr_drop(self, tensor: Tensor, sqnr: float) -> list[tuple[str, float, float]]:
+    def _sqnr_drop(self, tensor: Tensor, sqnr: float, best: float) -> list[tuple[str, float, float]]:
         found = []
         history = self._sqnr.setdefault(tensor, [])
-        if len(history) >= SQNR_HISTORY and sqnr < median(history) - SQNR_DROP_DB:
+        if len(history) >= PAST and sqnr < median(history) - SQNR_DROP_DB:
             found.append(("sqnr_drop", sqnr, median(history) - SQNR_DROP_DB))
         if math.isfinite(sqnr):
-            history.append(sqnr)
+            history.append(min(sqnr, best))
         return found
 
     def _scale_jump(self, tensor: Tensor, scale: float) -> list[tuple[str, float, float]]:
@@ -113,14 +126,11 @@ class AlertWatch:
             self._scale[tensor] = scale
         if not math.isfinite(ratio) or ratio <= 0:
             return []
-        change, limit = abs(math.log(ratio)), math.log(SCALE_JUMP)
+        change = abs(math.log(ratio))
         count, largest = self._changes.get(tensor, [0, 0.0])
         self._changes[tensor] = [count + 1, max(largest, change)]
-        if count >= CHANGES:
-            limit = max(limit, USUAL_TIMES * largest)
-        elif tensor[2] == "grad_output":
-            return []
-        if change <= limit:
+        limit = max(math.log(SCALE_JUMP), JUMP_TIMES * largest)
+        if count < PAST or change <= limit:
             return []
         return [("scale_jump", ratio, math.exp(limit if ratio > 1 else -limit))]
 
@@ -131,7 +141,7 @@ class AlertWatch:
             "sqnr": {key: list(values) for key, values in self._sqnr.items()},
             "scale": dict(self._scale),
             "changes": {key: list(values) for key, values in self._changes.items()},
-            "zero_groups": dict(self._zero_groups),
+            "zeros": {key: list(values) for key, values in self._zeros.items()},
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -141,17 +151,16 @@ class AlertWatch:
         self._scale = dict(state["scale"])
         # checkpoints of earlier versions have none: what is usual is then learnt anew
         self._changes = {key: list(values) for key, values in state.get("changes", {}).items()}
-        self._zero_groups = dict(state["zero_groups"])
+        self._zeros = {key: list(values) for key, values in state.get("zeros", {}).items()}
         self._said = {(a.rule, (a.fqn, a.gemm, a.operand)) for a in self.alerts}
 
 
-def _absolute(row: Mapping[str, Any], zero_limit: int) -> list[tuple[str, float, float]]:
+def _absolute(row: Mapping[str, Any]) -> list[tuple[str, float, float]]:
     values = (
-        ("saturation", row["saturated_frac"] if row["saturated_count"] else 0.0, 0),
-        ("nonfinite", row["nonfinite_count"], 0),
-        ("zero_amax", row["zero_amax_groups"], zero_limit),
+        ("saturation", row["saturated_frac"] if row["saturated_count"] else 0.0),
+        ("nonfinite", row["nonfinite_count"]),
     )
-    return [(rule, float(value), float(limit)) for rule, value, limit in values if value > limit]
+    return [(rule, float(value), 0.0) for rule, value in values if value > 0]
 
 
 def lines(alerts: list[Alert]) -> list[str]:

@@ -192,32 +192,33 @@ def test_a_fault_raises_one_alert_at_its_step_in_log_and_manifest(
     run_dir = lay_out(changes({"every": 1}, steps=12, eval_every=12))["rowwise-0"]
     _planted(monkeypatch, range(7, 99), fqn, lambda weight: weight[3].zero_())
     manifest = train(run_dir)
-    (alert,) = [a for a in manifest["alerts"] if a["rule"] == "zero_amax" and a["operand"] == "weight"]
-    assert alert == {
-        "step": 7, "rule": "zero_amax", "fqn": fqn, "gemm": "output", "operand": "weight", "value": 1.0, "limit": 0.0,
-    }  # fmt: skip
-    assert set(alert) == set(ts.ALERT_KEYS)
-    line = f"alert: step 7: zero_amax: {fqn}, weight of output: 1 (limit 0)"
-    assert capsys.readouterr().out.count(line) == 1
     rows = casts(run_dir)
     weight = rows[(rows["fqn"] == fqn) & (rows["operand"] == "weight") & (rows["gemm"] == "output")]
+    share = 1 / int(weight["group_count"].iloc[0])
+    (alert,) = [a for a in manifest["alerts"] if a["rule"] == "zero_amax" and a["operand"] == "weight"]
+    assert alert == {
+        "step": 7, "rule": "zero_amax", "fqn": fqn, "gemm": "output", "operand": "weight", "value": share, "limit": 0.0,
+    }  # fmt: skip
+    assert set(alert) == set(ts.ALERT_KEYS)
+    line = f"alert: step 7: zero_amax: {fqn}, weight of output: {share:.4g} (limit 0)"
+    assert capsys.readouterr().out.count(line) == 1
     assert list(weight[weight["zero_amax_groups"] > 0]["step"]) == list(range(7, 13))
 
 
 def test_alerts_outlive_a_resume(lay_out: LayOut, monkeypatch: pytest.MonkeyPatch) -> None:
     fqn = "blocks.1.ffn.up_proj"
-    plan = changes({"every": 1}, steps=12, eval_every=12) | {"runtime": {"checkpoint_every": 3}}
+    plan = changes({"every": 1}, steps=14, eval_every=14) | {"runtime": {"checkpoint_every": 3}}
     run_dir = lay_out(plan)["tensorwise-0"]
     append = RunWriter.append_curve
 
     def full(self: RunWriter, rows: Any) -> None:
         rows = list(rows)
-        if rows[-1]["step"] > 9:
+        if rows[-1]["step"] > 12:
             raise OSError(errno.ENOSPC, "No space left on device")
         append(self, rows)
 
     with monkeypatch.context() as patch:
-        _planted(patch, range(5, 6), fqn, lambda weight: weight.mul_(64))
+        _planted(patch, range(10, 11), fqn, lambda weight: weight.mul_(64))
         patch.setattr(RunWriter, "append_curve", full)
         with pytest.raises(InterruptedRunError):
             runner.train(run_dir)
@@ -226,7 +227,7 @@ def test_alerts_outlive_a_resume(lay_out: LayOut, monkeypatch: pytest.MonkeyPatc
         a for a in manifest["alerts"] if (a["rule"], a["fqn"], a["operand"]) == ("scale_jump", fqn, "weight")
     ]
     assert {a["gemm"] for a in jumps} == {"output", "grad_input"}
-    assert {a["step"] for a in jumps} == {5}
+    assert {a["step"] for a in jumps} == {10}
     assert all(a["value"] == pytest.approx(1 / 64, rel=0.1) for a in jumps)
 
 

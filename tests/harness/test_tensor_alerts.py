@@ -9,14 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fp8parity.tensor_alerts import AlertWatch, lines
+from fp8parity.tensor_alerts import PAST, AlertWatch, lines
 from fp8parity_analysis.tensor_schema import ALERT_KEYS, TRAINED, WHAT_IF
 
 
 def row(step: int, **values: Any) -> dict[str, Any]:
     return {
         "step": step, "fqn": "a.b", "gemm": "output", "operand": "input", "kind": TRAINED, "saturated_count": 0,
-        "saturated_frac": 0.0, "nonfinite_count": 0, "zero_amax_groups": 0, "sqnr_db": 30.0, "scale_min": 8.0, **values,
+        "saturated_frac": 0.0, "nonfinite_count": 0, "zero_amax_groups": 0, "group_count": 8, "format": "e4m3fn",
+        "sqnr_db": 30.0, "scale_min": 8.0, **values,
     }  # fmt: skip
 
 
@@ -25,72 +26,96 @@ def row(step: int, **values: Any) -> dict[str, Any]:
     [
         ("saturation", {"saturated_count": 3, "saturated_frac": 0.03}, 0.03),
         ("nonfinite", {"nonfinite_count": 2}, 2.0),
-        ("zero_amax", {"zero_amax_groups": 4}, 4.0),
+        ("zero_amax", {"zero_amax_groups": 4, "operand": "weight"}, 0.5),
     ],
 )
 def test_absolute_rules(rule: str, values: dict[str, Any], value: float) -> None:
-    watch = AlertWatch()
-    assert watch.look([row(1)]) == []
+    watch, operand = AlertWatch(), values.get("operand", "input")
+    assert watch.look([row(1, operand=operand)]) == []
     (alert,) = watch.look([row(2, **values)])
     assert alert.to_json() == {
-        "step": 2, "rule": rule, "fqn": "a.b", "gemm": "output", "operand": "input", "value": value, "limit": 0.0,
+        "step": 2, "rule": rule, "fqn": "a.b", "gemm": "output", "operand": operand, "value": value, "limit": 0.0,
     }  # fmt: skip
     assert tuple(alert.to_json()) == ALERT_KEYS
     assert watch.look([row(3, **values)]) == []  # once for each tensor
     assert len(watch.look([row(3, fqn="other", **values)])) == 1
 
 
-def test_zero_rows_that_gradients_have_from_the_start_are_no_alert() -> None:
+@pytest.mark.parametrize("operand", ["input", "grad_output"])
+def test_zero_rows_are_measured_by_the_largest_share_so_far(operand: str) -> None:
     watch = AlertWatch()
-    first = row(1, operand="grad_output", zero_amax_groups=4)
-    assert watch.look([first]) == []
-    assert watch.look([{**first, "step": 2}]) == []
-    (alert,) = watch.look([{**first, "step": 3, "zero_amax_groups": 5}])
-    assert (alert.rule, alert.value, alert.limit) == ("zero_amax", 5.0, 4.0)
+
+    def look(step: int, zeros: int) -> list[Any]:
+        return watch.look([row(step, operand=operand, zero_amax_groups=zeros, group_count=100)])
+
+    for step in range(1, PAST + 1):  # padding, of which a batch may hold any amount
+        assert look(step, 5 * step if step < PAST else 100 - 65) == []
+    assert look(9, 70) == []  # twice 35 % is the limit itself
+    assert look(10, 100) == []  # and now twice 70 %
+    other = AlertWatch()
+    for step in range(1, PAST + 1):
+        assert other.look([row(step, operand=operand)]) == []
+    (alert,) = other.look([row(9, operand=operand, zero_amax_groups=5)])
+    assert (alert.rule, alert.step, alert.value, alert.limit) == (
+        "zero_amax",
+        9,
+        0.625,
+        0.5,
+    )  # half of 8 is no alert
+
+
+def _watch(operand: str = "input", **past: Any) -> AlertWatch:
+    """A watch that has seen a tensor at `PAST` probes, with the values of each column in turn."""
+    watch = AlertWatch()
+    for step in range(1, PAST + 1):
+        values = {name: items[(step - 1) % len(items)] for name, items in past.items()}
+        assert watch.look([row(step, operand=operand, **values)]) == []
+    return watch
 
 
 def test_sqnr_against_its_own_median() -> None:
-    watch = AlertWatch()
-    assert watch.look([row(1, sqnr_db=20.0)]) == []
-    assert watch.look([row(2, sqnr_db=10.0)]) == []  # two probes make no median
-    assert watch.look([row(3, sqnr_db=20.0)]) == []
-    assert watch.look([row(4, sqnr_db=17.0)]) == []  # 3 dB is the limit itself
-    (alert,) = watch.look([row(5, sqnr_db=15.4)])
-    assert (alert.rule, alert.step, alert.value, alert.limit) == ("sqnr_drop", 5, 15.4, 15.5)
+    watch = _watch(sqnr_db=[20.0, 10.0])  # too few probes make no median, whatever they hold
+    assert watch.look([row(9, sqnr_db=12.0)]) == []  # 3 dB below the median of 15 is the limit itself
+    (alert,) = watch.look([row(10, sqnr_db=8.9)])
+    assert (alert.rule, alert.step, alert.value, alert.limit) == ("sqnr_drop", 10, 8.9, 9.0)
 
 
-def test_scale_jumps_in_both_directions() -> None:
-    watch = AlertWatch()
-    assert watch.look([row(1, scale_min=8.0)]) == []
-    assert watch.look([row(2, scale_min=16.0)]) == []  # one step of a power-of-two scale
-    assert watch.look([row(3, scale_min=math.nan)]) == []  # a tensor of zeros has no scale
-    (alert,) = watch.look([row(4, scale_min=4.0)])
-    assert (alert.rule, alert.value, alert.limit) == ("scale_jump", 0.25, 0.5)
-    other = AlertWatch()
-    other.look([row(1, scale_min=8.0)])
-    (alert,) = other.look([row(2, scale_min=32.0)])
-    assert (alert.value, alert.limit) == (4.0, 2.0)
+def test_an_sqnr_above_what_the_format_gives_is_nothing_to_fall_from() -> None:
+    """The head's gradient while every token is as likely as any other: few values, rounded almost exactly."""
+    for format, best in (("e4m3fn", 31.5), ("e5m2", 25.5)):
+        watch = _watch(sqnr_db=[44.0], format=[format])
+        assert watch.look([row(9, format=format, sqnr_db=best - 2.9)]) == []
+        assert len(watch.look([row(10, format=format, sqnr_db=best - 3.1)])) == 1
+    other = _watch(sqnr_db=[31.5])  # e5m2 for e4m3 is what it should see
+    assert len(other.look([row(9, format="e5m2", sqnr_db=25.5)])) == 1
 
 
-def test_a_scale_is_measured_by_what_it_usually_does() -> None:
-    watch = AlertWatch()
-    # eight changes by a factor of 4, then one of almost 64 = 4^3, which is the limit, and one beyond the next
-    scales = [2.0 ** (2 * (step % 2)) for step in range(9)]
-    for step, scale in enumerate(scales, start=1):
-        assert watch.look([row(step, operand="grad_output", scale_min=scale)]) == []
-    assert watch.look([row(10, operand="grad_output", scale_min=63.9)]) == []
-    (alert,) = watch.look([row(11, operand="grad_output", scale_min=63.9 * 2.0**20)])
-    assert (alert.rule, alert.value, alert.step) == ("scale_jump", 2.0**20, 11)
+@pytest.mark.parametrize("operand", ["input", "weight", "grad_output"])
+def test_a_scale_is_measured_by_what_it_usually_does(operand: str) -> None:
+    watch = _watch(operand, scale_min=[1.0, 4.0])  # moves fourfold, as inputs do in warm-up
+    assert watch.look([row(9, operand=operand, scale_min=1.0)]) == []  # the eighth change
+    assert watch.look([row(10, operand=operand, scale_min=math.nan)]) == []  # a tensor of zeros has no scale
+    assert watch.look([row(11, operand=operand, scale_min=63.9)]) == []  # 4^3 is the limit
+    (alert,) = watch.look([row(12, operand=operand, scale_min=63.9 * 2.0**20)])
+    assert (alert.rule, alert.value, alert.step) == ("scale_jump", 2.0**20, 12)
     assert alert.limit == pytest.approx(63.9**3)  # its largest change so far, in ln three times as far
-    steady = AlertWatch()
-    for step in range(1, 12):
-        assert steady.look([row(step, scale_min=8.0)]) == []
-    assert steady.look([row(12, scale_min=16.0)]) == []
-    (alert,) = steady.look([row(13, scale_min=16.0 * 8.1)])  # 2^3 after a change by 2
-    assert alert.limit == pytest.approx(8.0)
-    early = AlertWatch()
-    for step, scale in enumerate((1.0, 2.0**20, 1.0), start=1):  # no past to measure by
-        assert early.look([row(step, operand="grad_output", scale_min=scale)]) == []
+
+
+@pytest.mark.parametrize("operand", ["input", "weight", "grad_output"])
+def test_without_a_past_no_rule_speaks_that_needs_one(operand: str) -> None:
+    watch = AlertWatch()
+    for step, value in enumerate((1.0, 2.0**20, 1.0, 2.0**-20), start=1):
+        watch.look([row(step, operand=operand, scale_min=value, sqnr_db=30 - 5 * step)])
+    assert watch.alerts == []
+
+
+def test_a_scale_that_stood_still_may_double() -> None:
+    for factor in (2.0, 0.5):
+        watch = _watch()
+        assert watch.look([row(9)]) == []
+        assert watch.look([row(10, scale_min=8.0 * factor)]) == []  # one step of a power-of-two scale
+        (alert,) = watch.look([row(11, scale_min=8.0 * factor * 8.1)])  # 2^3 after a change by 2
+        assert (alert.value, alert.limit) == (pytest.approx(8.1), pytest.approx(8.0))
 
 
 @settings(deadline=None)
@@ -110,8 +135,8 @@ def test_what_if_casts_raise_none() -> None:
 
 
 def test_memory_survives_a_checkpoint() -> None:
-    history = [row(step, sqnr_db=20.0) for step in range(1, 5)]
-    later = [row(5, sqnr_db=10.0, scale_min=100.0), row(6, sqnr_db=10.0, scale_min=1.0, zero_amax_groups=1)]
+    history = [row(step, sqnr_db=20.0) for step in range(1, 10)]
+    later = [row(10, sqnr_db=10.0, scale_min=100.0), row(11, zero_amax_groups=8), row(12, scale_min=1e9)]
     whole, first, resumed = AlertWatch(), AlertWatch(), AlertWatch()
     for one in (*history, *later):
         whole.look([one])
@@ -123,6 +148,12 @@ def test_memory_survives_a_checkpoint() -> None:
     assert resumed.alerts == whole.alerts
     assert resumed.state() == whole.state()
     assert [alert.rule for alert in whole.alerts] == ["sqnr_drop", "scale_jump", "zero_amax"]
+    earlier = {
+        **first.state(),
+        "zero_groups": {("a.b", "output", "input"): 3},
+    }  # of a version that counted groups
+    del earlier["zeros"]
+    AlertWatch().restore(earlier)
 
 
 def test_many_alerts_are_counted_not_listed() -> None:
