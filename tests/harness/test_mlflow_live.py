@@ -197,12 +197,12 @@ def test_read_only(
 
 
 class Tarpit:
-    """A proxy that holds every answer back for `delay` seconds."""
+    """A proxy that holds every answer back for `delay` seconds; `answered` is set by the first."""
 
     def __init__(self, target: str, delay: float) -> None:
         host, _, port = target.removeprefix("http://").partition(":")
         self.target, self.delay, self.ended = (host, int(port)), delay, threading.Event()
-        self.answers = 0
+        self.answered = threading.Event()
         self.listener = socket.create_server(("127.0.0.1", 0))
         self.uri = f"http://127.0.0.1:{self.listener.getsockname()[1]}"
         threading.Thread(target=self._accept, daemon=True).start()
@@ -222,7 +222,7 @@ class Tarpit:
             while data := source.recv(1 << 16):
                 if delay:
                     self.ended.wait(delay)
-                    self.answers += 1
+                    self.answered.set()
                 sink.sendall(data)
         except OSError:
             pass
@@ -302,10 +302,17 @@ def test_killed_then_slow(
         slow = Tarpit(uri, 1.0)
         stack.callback(slow.close)
         patience(monkeypatch, 6)
+
+        def until_answered(out: Path, run_dirs: list[Path], **options: Any) -> list[RunState]:
+            """Train; end only once the mirror, whose imports may take longer than so short a study, is at work."""
+            states = train_in_process(out, run_dirs, **options)
+            assert slow.answered.wait(120)
+            return states
+
+        monkeypatch.setattr(study_run, "launch", until_answered)
         capsys.readouterr()
         out, said = beside(slow.uri)
         assert curves(out) == alone
-        assert slow.answers > 0
         warned(said, out, slow.uri)
         mirror(out, uri)
         assert_up_to_date(out, f"sqlite:///{folder}/mlflow.db")

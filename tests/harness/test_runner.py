@@ -52,7 +52,7 @@ def test_arms_share_init_and_batches_and_differ_in_numbers(lay_out: LayOut) -> N
     assert control.manifest is not None
     for name, run in runs.items():
         assert run.manifest is not None
-        assert set(run.manifest) == {*schema.MANIFEST_KEYS, "seconds_by_stage"}
+        assert set(run.manifest) == {*schema.MANIFEST_KEYS, "data_split", "seconds_by_stage"}
         taken = run.manifest["seconds_by_stage"]
         assert set(taken) == {"import", "build", "prove", "train", "evaluate"}
         assert min(taken.values()) > 0
