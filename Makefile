@@ -19,11 +19,10 @@ test: export OPENBLAS_NUM_THREADS ?= 1
 
 install: $(STAMP)
 
-# --no-compile: half of a minutes-long install would go into bytecode, most of which nothing here imports.
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "fp8parity needs Python 3.11 or newer, this is " + sys.version)'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[train,hf,mlflow,tensorboard,tokenizers,test,lint]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[train,hf,mlflow,tensorboard,tokenizers,test,lint]'
 	touch $(STAMP)
 
 demo: $(STAMP)
