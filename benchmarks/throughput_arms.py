@@ -16,9 +16,10 @@ from torch import Tensor, nn
 
 import gpu_timing as timing
 from fp8parity import layer_policy, module, precision
-from fp8parity.casts import GEMMS, recipe_plan
+from fp8parity.casts import GEMMS
 from fp8parity.layer_policy import LayerDecision, LayerPlan
 from fp8parity.model import DecoderLM
+from fp8parity.precision_rules import FP8_GEMMS
 from fp8parity.schedule import lr_factor
 from fp8parity.shapes import linear_shapes
 from fp8parity.spec import PrecisionSpec, RunSpec
@@ -110,10 +111,7 @@ def tiny() -> Setting:
 
 def fp8_gemm_share(recipe: str) -> float:
     """Return how many of a converted linear's three GEMMs the recipe multiplies in FP8, as a share."""
-    if recipe == "bf16":
-        return 0.0
-    plan = recipe_plan(recipe)
-    return sum(plan.gemm(name).is_fp8 for name in GEMMS) / len(GEMMS)
+    return FP8_GEMMS[recipe] / len(GEMMS)
 
 
 def linear_flops(k: int, n: int, tokens: int) -> float:

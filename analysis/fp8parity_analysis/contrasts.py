@@ -92,12 +92,7 @@ def contrast_of(a: str, b: str, values: FloatArray, criteria: Criteria) -> Contr
         return Contrast(a, b, gap, (None, None), None, look.n_seeds)
     one_sided = float(min(measured.p_greater()[0], measured.p_less()[0]))
     p = min(1.0, 2.0 * one_sided * (criteria.alpha / look.alpha))
-    bounds = (_known(float(measured.lo[0])), _known(float(measured.hi[0])))
-    return Contrast(a, b, gap, bounds, p, look.n_seeds)
-
-
-def _known(bound: float) -> float | None:
-    return bound if np.isfinite(bound) else None
+    return Contrast(a, b, gap, estimate.interval_of(measured), p, look.n_seeds)
 
 
 def _trends(members: Sequence[Judged], criteria: Criteria) -> Iterator[Contrast]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from fp8parity_analysis.noise import NoiseFloor
     from fp8parity_analysis.paired import Estimate
     from fp8parity_analysis.pairing import Pairs
+    from fp8parity_analysis.verdict import Bounds
 
 MIN_NULLS_FOR_ONE_SEED = 4
 """Degrees of freedom of matched nulls below which one pair gets no interval."""
@@ -93,6 +95,17 @@ def tested(values: FloatArray, look: Look, criteria: Criteria) -> Estimate:
     Plain t at the look's size, or with `anytime` the t e-process: what is stated beside verdicts rests on it.
     """
     return (sequential.anytime_t if criteria.anytime else paired.paired_t)(values, look.alpha)
+
+
+def known(values: FloatArray) -> float | None:
+    """Return the first replicate's value of [R], None where it is not finite."""
+    value = float(values[0])
+    return value if math.isfinite(value) else None
+
+
+def interval_of(measured: Estimate) -> Bounds:
+    """Return the interval of the first replicate; an infinite or unknown bound is None."""
+    return known(measured.lo), known(measured.hi)
 
 
 def critical_t(look: Look, criteria: Criteria) -> float | None:

@@ -13,7 +13,7 @@ from fp8parity_analysis import gap as gaps
 from fp8parity_analysis.curves import UNSTATED_PRECISION, CurveSet, FloatArray
 from fp8parity_analysis.pairing import Pairs, build_pairs
 from fp8parity_analysis.schema import HELD_OUT, TRAIN, Outcome, gate_of
-from fp8parity_analysis.verdict import Bounds, Evidence, Verdict
+from fp8parity_analysis.verdict import Evidence, Verdict
 
 if TYPE_CHECKING:
     from fp8parity_analysis.arms import Arm
@@ -128,10 +128,6 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _interval(measured: Estimate) -> Bounds:
-    return _known(measured.lo), _known(measured.hi)
-
-
 def _judge_gap(pairs: Pairs, blank: Verdict, criteria: Criteria) -> Judged:
     look = estimate.look_of(len(pairs.seeds), criteria)
     rows = list(range(look.n_seeds))
@@ -156,9 +152,11 @@ def _judge_gap(pairs: Pairs, blank: Verdict, criteria: Criteria) -> Judged:
         advice=estimate.seed_advice(basis, measured, len(rows), criteria),
         left_out=secondary.leave_one_out(gap, endpoints, seeds, progress, basis, criteria.margin),
         p_values=secondary.secondary_p_values(
-            trajectory=test.p, slope=_known(growth.p_up), spikes=secondary.spike_p(pairs, rows)
+            trajectory=test.p, slope=estimate.known(growth.p_up), spikes=secondary.spike_p(pairs, rows)
         ),
-        token_cost=secondary.token_cost(pairs, rows, float(measured.gap[0]), _interval(measured), criteria),
+        token_cost=secondary.token_cost(
+            pairs, rows, float(measured.gap[0]), estimate.interval_of(measured), criteria
+        ),
         sign_flip=paired.sign_flip_p(endpoints),
     )
     told = _told(finding, blank, (*warnings, *_label_warnings(criteria, len(rows), basis)))
@@ -180,8 +178,8 @@ def _told(finding: reasons.Finding, blank: Verdict, warnings: tuple[str, ...]) -
         blank,
         finding.pairs.arm,
         finding.outcome,
-        gap=_known(finding.estimate.gap),
-        interval=_interval(finding.estimate),
+        gap=estimate.known(finding.estimate.gap),
+        interval=estimate.interval_of(finding.estimate),
         provisional=finding.basis.provisional,
         basis=finding.basis.text,
         alpha=finding.basis.alpha,
@@ -199,10 +197,6 @@ def _told(finding: reasons.Finding, blank: Verdict, warnings: tuple[str, ...]) -
 def _progress(pairs: Pairs) -> FloatArray:
     steps = pairs.steps.astype(np.float64)
     return steps / steps[-1] if steps[-1] > 0 else np.ones(len(steps))
-
-
-def _known(values: FloatArray) -> float | None:
-    return _finite(float(values[0]))
 
 
 def _label_warnings(criteria: Criteria, n_seeds: int, basis: estimate.Basis) -> list[str]:
@@ -249,11 +243,11 @@ def _evidence(
         onset = (int(pairs.steps[first]), int(pairs.steps[last]))
     margin = finding.criteria.margin
     p_values = {
-        "worse": _known(measured.p_greater()),
-        "worse_than_margin": _known(measured.p_greater(margin)),
-        "equivalent": _known(measured.p_equivalent(margin)),
-        "better": _known(measured.p_less()),
-        "non_inferior": _known(measured.p_less(margin)),
+        "worse": estimate.known(measured.p_greater()),
+        "worse_than_margin": estimate.known(measured.p_greater(margin)),
+        "equivalent": estimate.known(measured.p_equivalent(margin)),
+        "better": estimate.known(measured.p_less()),
+        "non_inferior": estimate.known(measured.p_less(margin)),
         "sign_flip": finding.sign_flip,
         **{f"holm_{name}": value for name, value in finding.p_values.items()},
     }
@@ -262,6 +256,6 @@ def _evidence(
         p_values=p_values,
         onset_interval=onset,
         detection_step=finding.trajectory.first_step,
-        slope_per_run=_known(finding.growth.slope),
+        slope_per_run=estimate.known(finding.growth.slope),
         leave_one_out={seed: outcome.value for seed, outcome in finding.left_out.items()},
     )

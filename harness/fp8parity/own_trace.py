@@ -33,9 +33,8 @@ class Trace:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self._kept: list[
-            Any
-        ] = []  # so that no new object can take the place, and the id, of one that is gone
+        # kept, so that no new object can take the place, and the id, of one that is gone
+        self._kept: list[Any] = []
         self._attributes = self._read()
         self._generators = _host_generators()
 

@@ -154,13 +154,12 @@ class GemmProbe:
             )
         if isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad:
             return loss
-        what = (
-            f"a tensor of shape {list(loss.shape)}"
-            if isinstance(loss, Tensor)
-            else f"a {type(loss).__name__}"
-        )
-        if isinstance(loss, Tensor) and loss.numel() == 1:
+        if not isinstance(loss, Tensor):
+            what = f"a {type(loss).__name__}"
+        elif loss.numel() == 1:
             what = "a tensor without gradient"
+        else:
+            what = f"a tensor of shape {list(loss.shape)}"
         raise UsageError(
             f"loss_of: returned {what}; return the scalar tensor that training calls backward on, not detached and not "
             "under torch.no_grad"

@@ -12,6 +12,8 @@ import yaml
 
 from fp8parity import matrix
 from fp8parity.errors import UsageError
+from fp8parity.shapes import linear_shapes
+from fp8parity.spec import ModelSpec
 from fp8parity.yaml_marks import load
 from fp8parity_analysis import schema
 
@@ -219,16 +221,9 @@ def test_cells_under_one_name_are_refused(write_recipe: WriteRecipe) -> None:
 
 
 def test_long_lists_of_layers_make_short_names(write_recipe: WriteRecipe) -> None:
-    parts = (
-        "attn.q_proj",
-        "attn.k_proj",
-        "attn.v_proj",
-        "attn.o_proj",
-        "ffn.gate_proj",
-        "ffn.up_proj",
-        "ffn.down_proj",
-    )
-    layers = [f"blocks.{block}.{part}" for block in (0, 1) for part in parts]
+    model = ModelSpec.model_validate({"dim": 32, "n_layers": 2, "n_heads": 2, "n_kv_heads": 2, "ffn_dim": 64})
+    layers = [shape.fqn for shape in linear_shapes(model, 64) if shape.fqn.startswith("blocks.")]
+    assert len(layers) == 14
     axes = {"precision.recipe": ["rowwise"], "precision.exclude": [[], layers[:2], layers, layers[:-1]]}
     plan = matrix.read(write_recipe({"axes": axes, "base": {"precision": {"keep": 0}}}))
     runs = [r for r in plan.runs if r.role == "test" and r.spec.seed == 0]
